@@ -6,12 +6,11 @@
 
 Everything is a function of the step: the rows, the learning rate and the random numbers of step N follow from (config, N)
 alone, never from the number of processes or from what happened before. So a checkpoint is weights, optimizer state and a
-small manifest, and there is no scheduler, sampler or data loader state to save, lose or get wrong.
+small manifest, and there is no scheduler, sampler or data loader state to save, lose or skew.
 
-1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main().
-Start at the end: main() is the table of contents, and holds the training loop.
+1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
+table of contents and the training loop: start there.
 """
-
 import argparse
 import bisect
 import copy
@@ -19,6 +18,7 @@ import difflib
 import fnmatch
 import glob
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -35,7 +35,7 @@ import typing
 import warnings
 import zlib
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -70,25 +70,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
 FORMAT = "accelerate-template 1"  # In every checkpoint's manifest: what has another one is not ours.
+SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
+
 
 # 1. Config ------------------------------------------------------------------------------------------------------------
 
-
 class UserError(ValueError):
     """A mistake in the config, the data, a checkpoint or the launch: ends as one message and exit status 2."""
-
 
 def doc(default: Any, text: str, **limits) -> Any:
     """A setting's default, its line in --help and schema.json, and its range."""
     return Field(default, description=text, **limits)
 
-
-Strings = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-
+Strings = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value,
+                                               json_schema_input_type=str | list[str])]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
 
 class Run(Section):
     output_dir: str = doc("runs/default", "Run folder; the same command continues what it finds there.")
@@ -100,63 +98,57 @@ class Run(Section):
     eval_every: int = doc(100, "Steps between evaluations; 0: only after the last step.", ge=0)
     save_every: int = doc(100, "Steps between checkpoints; 0: only after the last step.", ge=0)
     keep_checkpoints: int = doc(2, "Checkpoints kept; older ones go once a newer one is complete.", gt=0)
-    resume: str = doc("auto", "auto: from the newest complete checkpoint; never: refuse to continue; or a checkpoint folder.")
+    resume: str = doc("auto", "auto: from the newest complete checkpoint; never: refuse to; or a checkpoint's folder.")
     init_from: str | None = doc(None, "Checkpoint folder whose weights start this run at step 0.")
     allow_changes: bool = doc(False, "Continue although the config changes the mathematics of the started run.")
-    on_nonfinite: Literal["stop", "skip"] = doc("stop", "Loss or gradient norm not finite: end, or skip and count the update.")
+    on_nonfinite: Literal["stop", "skip"] = doc("stop", "Loss or gradient norm not finite: end, or skip that update.")
     max_nonfinite_steps: int = doc(10, "With on_nonfinite skip: end after this many skipped updates in a row.", gt=0)
-    trackers: Strings = doc(["tensorboard"], "Accelerate trackers that get every metric: tensorboard, wandb, mlflow, ...")
-
+    trackers: Strings = doc(["tensorboard"], "Accelerate trackers that get every metric: tensorboard, wandb, ...")
 
 class Batch(Section):
     global_batch_size: int | None = doc(None, "Rows per step over all devices (this or global_batch_tokens).", gt=0)
     global_batch_tokens: int | None = doc(None, "Tokens per step, a multiple of data.sequence_length.", gt=0)
     max_micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = doc(
         "auto", "Most rows that one device can process at once; auto tries. It never changes the result.")
-    sync_each_micro_step: bool = doc(False, "Average gradients after each micro-step: less memory under FSDP2, more traffic.")
-
+    sync_each_micro_step: bool = doc(False, "Average gradients each micro-step: less memory with FSDP2, more traffic.")
 
 class Source(Section):
-    path: str | None = doc(None, "Dataset as load_dataset takes it (Hub name or local folder), or a save_to_disk folder.")
+    path: str | None = doc(None, "Dataset as load_dataset takes it (Hub name, local folder), or a save_to_disk folder.")
     name: str | None = doc(None, "Configuration of the dataset, as load_dataset takes it.")
-    files: Strings = doc([], "Local files, folders, globs or URLs, !patterns to leave out; {stdlib}: Python's own library.")
+    files: Strings = doc([], "Local files, folders, globs, URLs; !patterns to leave out; {stdlib}: Python's library.")
     split: str = doc("train", "Split of the dataset.")
 
-
 class Data(Source):
-    format: Literal["text", "chat", "tokens"] = doc("text", "Documents; role and content lists; input_ids (and labels).")
+    format: Literal["text", "chat", "tokens"] = doc("text", "Documents; role and content lists; input_ids, labels.")
     column: str | None = doc(None, "Column of the documents; by format: text, messages, input_ids.")
     tokenizer: str = doc("bytes", "Hub name or folder of a tokenizer; bytes: UTF-8 bytes, needs no files.")
     chat_template: str | None = doc(None, "File with a Jinja chat template, in place of the tokenizer's.")
     sequence_length: int = doc(512, "Most tokens in a row; longer documents continue in further rows.", ge=2)
-    packing: Literal["none", "concat"] = doc("concat", "none: a document per row, padded; concat: documents joined and cut.")
-    eval_fraction: float = doc(0.0, "Share of the documents held out for evaluation (this or eval_source).", ge=0, lt=1)
+    packing: Literal["none", "concat"] = doc("concat", "none: a document per row, padded; concat: joined and cut.")
+    eval_fraction: float = doc(0.0, "Share of the documents held out for evaluation (or eval_source).", ge=0, lt=1)
     eval_source: Source | None = doc(None, "Source to evaluate on: path, name and split, or files.")
     num_workers: int = doc(0, "Processes that tokenize, 0: one per core. The rows are the same for any number.", ge=0)
-
 
 class Lora(Section):
     rank: int = doc(16, "Rank of the update (LoRA, arXiv:2106.09685).", gt=0)
     alpha: float = doc(32.0, "The update is scaled by alpha / rank.", gt=0)
-    dropout: float = doc(0.0, "Dropout before the update; the same run on any machine is promised for 0.", ge=0, lt=1)
+    dropout: float = doc(0.0, "Dropout before the update; the same run on any machine needs 0.", ge=0, lt=1)
     target_modules: Strings = doc(["all-linear"], "Names of the modules to adapt, or all-linear.")
     merge: bool = doc(False, "Export the merged model instead of the adapter.")
 
-
 class Model(Section):
     pretrained: str | None = doc(None, "Hub name or folder of a model to fine-tune (this or architecture).")
-    architecture: dict[str, Any] | None = doc(None, "From scratch: model_type and the fields of its transformers config.")
+    architecture: dict[str, Any] | None = doc(None, "From scratch: model_type and fields of its transformers config.")
     trust_remote_code: bool = doc(False, "Run the Python code that comes with the model or tokenizer.")
-    dtype: Literal["float32", "bfloat16"] = doc("float32", "Type of the stored weights; mixed precision is the launcher's.")
+    dtype: Literal["float32", "bfloat16"] = doc("float32", "Stored weights; mixed precision is the launcher's.")
     attention: str = doc("sdpa", "transformers attention: sdpa, eager, flex_attention, flash_attention_2, ...")
-    gradient_checkpointing: bool = doc(False, "Recompute activations in the backward pass: less memory, more compute.")
+    gradient_checkpointing: bool = doc(False, "Recompute activations in the backward pass: less memory, slower.")
     compile: Literal["none", "regional", "full"] = doc("none", "torch.compile each decoder layer, or the whole model.")
     lora: Lora | None = doc(None, "Train a low-rank adapter only.")
 
-
 class Optim(Section):
     learning_rate: float = doc(3e-4, "Peak learning rate of AdamW.", gt=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = doc("cosine", "After the warmup; wsd: warmup, stable, decay.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = doc("cosine", "wsd: warmup, stable, decay.")
     warmup_steps: int = doc(0, "Steps of linear warmup, the first at learning_rate / warmup_steps.", ge=0)
     min_learning_rate_ratio: float = doc(0.1, "Last learning rate as a share of the peak.", ge=0, le=1)
     decay_fraction: float = doc(0.2, "Share of the run in which wsd decays, linearly.", gt=0, le=1)
@@ -166,17 +158,14 @@ class Optim(Section):
     adam_eps: float = doc(1e-8, "Added to the update's denominator.", gt=0)
     max_grad_norm: float | None = doc(1.0, "Clip the global gradient norm to this; null: never.", gt=0)
 
-
 class Eval(Section):
     max_rows: int | None = doc(None, "Evaluate on the first so many rows; null: all.", gt=0)
-    prompts: Strings = doc([], "Prompts to continue after each evaluation, through the chat template where there is one.")
+    prompts: Strings = doc([], "Prompts to continue after each evaluation, through the chat template if there is one.")
     max_new_tokens: int = doc(128, "Length of each continuation.", gt=0)
     temperature: float = doc(0.0, "Sampling temperature; 0: greedy.", ge=0)
 
-
 class Perf(Section):
-    peak_tflops: float | None = doc(None, "Peak TFLOP/s of a device, for MFU; null: from the table, or MFU is null.", gt=0)
-
+    peak_tflops: float | None = doc(None, "Peak TFLOP/s of a device, for MFU; null: from the table, or none.", gt=0)
 
 class Config(Section):
     run: Run = Run()
@@ -189,25 +178,25 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check(self) -> "Config":
-        run, batch, data, architecture = self.run, self.batch, self.data, self.model.architecture
-        for section, *names in (("run", "max_steps", "max_epochs", "max_tokens"), ("model", "pretrained", "architecture"),
-                                ("batch", "global_batch_size", "global_batch_tokens")):
-            given = [name for name in names if getattr(getattr(self, section), name) is not None]
-            if len(given) != 1:
-                found = f"{' and '.join(given)} are set; set all but one to null" if given else "none is set"
-                raise ValueError(f"{section}: give exactly one of {', '.join(names)}: {found}")
-        length, tokens = data.sequence_length, batch.global_batch_tokens or data.sequence_length
+        run, data, model, batch, length = self.run, self.data, self.model, self.batch, self.data.sequence_length
+        tokens = batch.global_batch_tokens or length
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
-        for wrong, message in (
-            (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are"),
-            (architecture is not None and "model_type" not in architecture, "model.architecture needs a model_type"),
-            (any(bool(source.path) == bool(source.files) for source in (data, data.eval_source) if source),
-             "data: give either path or files"),
+        rules = [
+            (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length {length}; {near} "
+             "are"),
+            ("model_type" not in (["model_type"] if model.architecture is None else model.architecture),
+             "model.architecture needs a model_type, for example llama"),
+            (bool(data.path) == bool(data.files), "data: give exactly one of path and files"),
             (data.eval_source and data.eval_fraction, "data: give at most one of eval_fraction and eval_source"),
-            (self.optim.warmup_steps > (run.max_steps or math.inf), "optim.warmup_steps exceeds run.max_steps"),
-        ):
-            if wrong:
-                raise ValueError(message)
+            (self.optim.warmup_steps > (run.max_steps or math.inf),
+             f"optim.warmup_steps {self.optim.warmup_steps} exceeds run.max_steps {run.max_steps}")]
+        for path, section, *names in (("run", run, "max_steps", "max_epochs", "max_tokens"),
+                                      ("batch", batch, "global_batch_size", "global_batch_tokens"),
+                                      ("model", model, "pretrained", "architecture")):
+            given = sum(getattr(section, name) is not None for name in names)
+            rules.append((given != 1, f"{path}: give exactly one of {', '.join(names)}, and null for the others"))
+        if problems := [message for wrong, message in rules if wrong]:
+            raise ValueError(problems[0])
         return self
 
     @property
@@ -215,11 +204,9 @@ class Config(Section):
         """Rows per optimizer step."""
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
-
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
-HARMLESS = re.compile(r"run\.(?!seed).*|batch\.(max_micro|sync).*|eval\..*|perf\..*|data\.num_workers|model\.lora\.merge"
-                      r"|model\.(attention|gradient_checkpointing|compile|trust_remote_code)")
-
+HARMLESS = re.compile(r"run\.(?!seed).*|batch\.(max_micro|sync).*|eval\..*|perf\..*|data\.num_workers"
+                      r"|model\.(attention|gradient_checkpointing|compile|trust_remote_code|lora\.merge)")
 
 def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
     """Every setting by its dotted path."""
@@ -230,67 +217,59 @@ def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[s
         fields |= config_fields(nested, f"{prefix}{name}.") if nested else {prefix + name: info}
     return fields
 
-
-def describe(error: ValidationError) -> list[str]:
-    """Each problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
-    known, problems = [*config_fields(), *Config.model_fields], {}
-    for problem in error.errors():
-        # Behind a field's path pydantic names the branch of a union ("constrained-int"): keep what is a path of ours.
-        names = [str(name) for name in problem["loc"] if re.fullmatch(r"[a-z_0-9]+", str(name)) and name != "int"]
-        text = f"{problem['msg']}, not {problem['input']!r}"
-        if problem["type"] == "value_error":
-            text = str(problem["ctx"]["error"])
-        elif problem["type"] == "extra_forbidden":
-            near = [path for path in known if path.split(".")[-1] == names[-1]]
-            near += difflib.get_close_matches(".".join(names), known, 1)
-            text = f"unknown key; did you mean {near[0]}?" if near else "unknown key; python train.py --help lists them all"
-        problems.setdefault(".".join(names), []).append(text)
-    return [": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items()]
-
-
 def help_text() -> str:
     text = f"{__doc__}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n\n"
     for path, info in config_fields().items():
-        kind = re.sub(r"typing\.|<class '|'>|Annotated\[(\w+).*?\)\]", r"\1", str(info.annotation))
+        kind = re.sub(r"\w+\.(?=[A-Z])|<class '|'>|Annotated\[(\w+).*?\)\]", r"\1", str(info.annotation))
         text += f"  --{path}  {kind}, default {json.dumps(info.default)}\n      {info.description}\n"
     return text
 
+def describe(error: ValidationError) -> str:
+    """A line per problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
+    lines, known = [], [*config_fields(), *Config.model_fields]
+    for problem in error.errors():
+        # Behind a field's path pydantic names the branch of a union: leave that out.
+        branch = re.compile(r"constrained-int|int|literal.*|function-.*|list.*")
+        path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
+        same = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
+        near = same or difflib.get_close_matches(path, known, 1)
+        lines.append({"extra_forbidden": f"{path}: unknown key{f'; did you mean {near[0]}?' if near else ''}",
+                      "value_error": str(problem.get("ctx", {}).get("error"))
+                      }.get(problem["type"], f"{path}: {problem['msg']}, not {problem['input']!r}"))
+    return "\n".join(lines)
 
 def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     """The validated config of a command line, and the process counts of --plan. Raises UserError for any other word."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=help_text(), add_help=True)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=help_text().replace("%", "%%"))
     parser.add_argument("--config")
     parser.add_argument("--plan", nargs="+", type=int, default=[])
     where = "command line"
     try:  # OmegaConf reads YAML as people do: 1e-4 is a number (a string in YAML 1.1), and no key is given twice.
         args, rest = parser.parse_known_args(argv)
-        words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
         if not args.config or min(args.plan, default=1) < 1:
             raise ValueError("give --config FILE, and process counts of at least 1 to --plan")
-        where = args.config
-        settings = OmegaConf.load(args.config)
-        for name, value in zip(words[::2], words[1::2] + [None] * (len(words) % 2)):
+        settings = OmegaConf.load(where := args.config)
+        words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
+        for name, value in itertools.zip_longest(words[::2], words[1::2]):
             where = f"{name} {value}"
-            if not name.startswith("--") or value is None:
-                raise ValueError("this is not --section.field VALUE")
+            if not re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)+", name) or value is None:
+                raise ValueError("not --section.field VALUE")
             settings.merge_with_dotlist([f"{name[2:]}={value}"])
         return Config.model_validate(OmegaConf.to_container(settings)), args.plan
     except ValidationError as error:
-        raise UserError("\n".join(f"{args.config}: {problem}" for problem in describe(error))) from None
+        raise UserError(f"{args.config}: {describe(error)}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise UserError(f"{where}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from None
     except (OSError, ValueError, argparse.ArgumentError, OmegaConfBaseException) as error:
-        raise UserError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{where}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
 
 
 # 2. Batch plan --------------------------------------------------------------------------------------------------------
 
-
 @dataclass(frozen=True)
 class Plan:
     """How one global batch is split over ranks and micro-steps."""
-
     num_processes: int
     data_parallel_size: int
     global_batch_size: int
@@ -305,79 +284,67 @@ class Plan:
     @property
     def idle_share(self) -> float:
         """Mean share of a step in which a rank waits for those with one row more."""
-        return 1 - self.global_batch_size / self.data_parallel_size / -(-self.global_batch_size // self.data_parallel_size)
+        ranks = self.data_parallel_size
+        return 1 - self.global_batch_size / ranks / -(-self.global_batch_size // ranks)
 
     def micro_batches(self, rank: int) -> list[slice]:
-        """The rows of each micro-step on a data-parallel rank, as slices of the step's rows sorted by length.
+        """Of the step's rows sorted by length, the slice for each micro-step of a data-parallel rank.
 
-        The rows are cut into data_parallel_size * grad_accum_steps pieces, sizes differing by at most one. Piece k goes to
-        micro-step k // ranks; odd micro-steps deal theirs in reverse, so that all ranks get a like share of long rows.
+        Sizes differ by at most one; odd micro-steps deal in reverse, so that all ranks get a like share of long rows.
         """
         slices, ranks = [], self.data_parallel_size
         size, larger = divmod(self.global_batch_size, ranks * self.grad_accum_steps)
         for micro_step in range(self.grad_accum_steps):
-            k = micro_step * ranks + (ranks - 1 - rank if micro_step % 2 else rank)
-            start = k * size + min(k, larger)
-            slices.append(slice(start, start + size + (k < larger)))
+            piece = micro_step * ranks + (ranks - 1 - rank if micro_step % 2 else rank)
+            start = piece * size + min(piece, larger)
+            slices.append(slice(start, start + size + (piece < larger)))
         return slices
 
     def even_neighbours(self) -> str:
         """The nearest batch sizes and process counts that leave no rank idle."""
-        rows, ranks, group = self.global_batch_size, self.data_parallel_size, self.num_processes // self.data_parallel_size
-        sizes = [n for n in (rows // ranks * ranks, -(-rows // ranks) * ranks) if n]
-        spans = range(min(ranks, rows), 0, -1), range(ranks, rows + 1)
-        counts = [n * group for span in spans for n in [next((n for n in span if rows % n == 0), 0)] if n]
-        return f"{' or '.join(map(str, sizes))} rows, {' or '.join(map(str, counts))} processes"
+        rows, ranks = self.global_batch_size, self.data_parallel_size
+        sizes = [str(n) for n in (rows // ranks * ranks, -(-rows // ranks) * ranks) if n]
+        divisors = [n * self.num_processes // ranks for n in range(1, rows + 1) if rows % n == 0]
+        at = bisect.bisect(divisors, self.num_processes)
+        return f"{' or '.join(sizes)} rows, {' or '.join(map(str, divisors[max(0, at - 1) : at + 1]))} processes"
 
-    def story(self) -> str:
+    def __str__(self) -> str:
         rows, ranks, steps = self.global_batch_size, self.data_parallel_size, self.grad_accum_steps
-        text = (f"Batch plan: every step trains on exactly {rows:,} rows x {self.sequence_length:,} tokens = "
-                f"{self.tokens_per_step:,} tokens.\n  {self.num_processes} processes: {ranks} data-parallel x {steps} accumulated "
-                f"x {'at most ' if rows % (ranks * steps) else ''}{self.micro_batch_size} rows.")
         uneven = f"\n  Uneven: ranks idle {self.idle_share:.1%} of the time. Even: {self.even_neighbours()}."
-        return text + uneven if rows % ranks else text
-
+        return (f"Batch plan: every step trains on exactly {rows:,} rows x {self.sequence_length:,} tokens = "
+                f"{self.tokens_per_step:,} tokens.\n  {self.num_processes} processes: {ranks} data-parallel x {steps} "
+                f"accumulated x {'at most ' if rows % (ranks * steps) else ''}{self.micro_batch_size} rows."
+                f"{uneven if self.idle_share else ''}")
 
 def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes: int, sequence_length: int,
                group: int = 1) -> Plan:
-    """Memory first: as few passes as max_micro_batch_size allows, then as even as possible. Nothing is floored.
-
-    `group` ranks each work on the same rows (model parallelism). Raises UserError if the groups are not whole.
-    """
+    """As few passes as memory allows, then as even as possible. `group` ranks share their rows (model parallelism)."""
     if num_processes % group:
         raise UserError(f"{num_processes} processes do not form groups of {group}; launch a multiple of {group}")
     rows = -(-global_batch_size // (num_processes // group))
     steps = -(-rows // max_micro_batch_size)
     return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps, sequence_length)
 
-
-def parallel_size() -> int:
-    """Ranks that share their rows: the launcher file's tensor parallel size, which accelerate puts in the environment."""
-    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
-
-
 def print_plans(config: Config, process_counts: list[int]) -> None:
     """The table of --plan: no data, no weights, no device."""
-    rows, length, limit = config.global_batch_size, config.data.sequence_length, config.batch.max_micro_batch_size
+    rows, limit = config.global_batch_size, config.batch.max_micro_batch_size
+    group = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
     print("processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even")
     for n in process_counts:
-        plan = plan_batch(rows, rows if limit == "auto" else limit, n, length, parallel_size())
-        print(f"{n:9,}  {plan.data_parallel_size:13,}  {plan.micro_batch_size:11,}  {plan.grad_accum_steps:12,}  {rows:9,}  "
-              f"{plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {plan.even_neighbours() if plan.idle_share else 'is even'}")
+        plan = plan_batch(rows, rows if limit == "auto" else limit, n, config.data.sequence_length, group)
+        even = plan.even_neighbours() if plan.idle_share else "is even"
+        print(f"{n:9,}  {plan.data_parallel_size:13,}  {plan.micro_batch_size:11,}  {plan.grad_accum_steps:12,}  "
+              f"{rows:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
     if limit == "auto":
         print("max_micro_batch_size is auto, found out at launch: shown for devices on which all their rows fit.")
 
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
-# Documents are tokenized once, into memory-mapped Arrow files. A row is one or more pieces of that stream of tokens, so
-# it does not depend on the number of tokenizing workers, and finding row 100,000,000 costs what finding row 0 costs.
-
 
 def library_error(what: str, error: BaseException, name: str | None = None) -> UserError:
     """What a library said of something the user named, as one line."""
     hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
     return UserError(f"{what}: {type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}{hint}")
-
 
 def list_files(patterns: list[str]) -> list[str]:
     """The files that the patterns name, less those of !patterns; a folder stands for all in it."""
@@ -385,12 +352,11 @@ def list_files(patterns: list[str]) -> list[str]:
     for pattern in (pattern for pattern in patterns if not pattern.startswith("!")):
         pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
         pattern = os.path.join(pattern, "**") if os.path.isdir(pattern) else pattern
-        matches = [pattern] if "://" in pattern else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-        found += (kept := [file for file in matches if not any(fnmatch.fnmatch(file, x) for x in excluded)])
-        if not kept:
+        files = [pattern] if "://" in pattern else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        found += [file for file in files if not any(fnmatch.fnmatch(file, x) for x in excluded)]
+        if not found:
             raise UserError(f"data.files: nothing matches {pattern!r} in {os.getcwd()}")
     return found
-
 
 def load_source(source: Source) -> datasets.Dataset:
     """The documents of one source, memory-mapped."""
@@ -401,19 +367,16 @@ def load_source(source: Source) -> datasets.Dataset:
             builder = builders.get(Path(files[0]).suffix, "text")
             options = {"sample_by": "document"} if builder == "text" else {}  # Otherwise a document per line.
             return datasets.load_dataset(builder, data_files=files, split="train", **options)
-        if not any(os.path.isfile(os.path.join(source.path, file)) for file in ("state.json", "dataset_dict.json")):
-            return datasets.load_dataset(source.path, source.name, split=source.split)
-        saved = datasets.load_from_disk(source.path)
-        return saved[source.split] if isinstance(saved, dict) else saved
+        if os.path.isfile(os.path.join(source.path, "state.json")):
+            return datasets.load_from_disk(source.path)
+        return datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # The library raises a dozen types for a user's mistakes.
         raise library_error(f"data: cannot load {source.path or files[0]}", error.__cause__ or error, source.path) from error
-
 
 def tokenize_text(batch: dict, column: str, tokenizer) -> dict:
     """Token ids of each document, ending in the tokenizer's end-of-text token where it has one."""
     ids, end = tokenizer(batch[column])["input_ids"], tokenizer.eos_token_id
     return {"input_ids": [x if end is None or x[-1:] == [end] else x + [end] for x in ids]}
-
 
 def tokenize_chat(batch: dict, column: str, tokenizer) -> dict:
     """Token ids of each conversation, and labels that are -100 except for what the assistant says."""
@@ -422,21 +385,19 @@ def tokenize_chat(batch: dict, column: str, tokenizer) -> dict:
     labels = [[x if said else -100 for x, said in zip(row["input_ids"], row["assistant_masks"])] for row in rows]
     return {"input_ids": [row["input_ids"] for row in rows], "labels": labels}
 
-
 def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.Dataset:
     """Documents as lists of token ids (and labels): in parallel, cached by the content of data and tokenizer."""
     column = config.column or {"text": "text", "chat": "messages", "tokens": "input_ids"}[config.format]
     columns, workers = documents.column_names, config.num_workers or len(os.sched_getaffinity(0))
     if column not in columns:
         raise UserError(f"data.column: no column {column!r}; the data has {', '.join(columns)}")
+    if config.format == "tokens":
+        kept = documents.select_columns([column] + ["labels"] * ("labels" in columns)).flatten_indices()
+        return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
     if config.format == "chat" and "generation %}" not in (tokenizer.chat_template or ""):
         raise UserError("data.tokenizer: no chat template that marks what the assistant says by {% generation %} and "
                         "{% endgeneration %}; give one as data.chat_template")
-    try:
-        if config.format == "tokens":
-            documents = documents.select_columns([column] + ["labels"] * ("labels" in columns)).flatten_indices()
-            return documents.rename_columns({column: "input_ids"} if column != "input_ids" else {})
-        # The arguments are plain values because they key the cache: a config object differs between launches.
+    try:  # The arguments are plain values because they key the cache: a config object differs between launches.
         return documents.map(
             tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64, desc="Tokenizing",
             fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
@@ -444,14 +405,13 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
     except Exception as error:
         raise library_error(f"data: cannot use column {column!r} as {config.format}", error) from error
 
-
 class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them.
 
-    Row r is pieces first[r] to first[r + 1] - 1 of the stream of all documents' tokens, piece p its tokens edges[p] to
-    edges[p + 1] - 1. Documents longer than a row continue in further rows; nothing is dropped.
+    Documents are tokenized once, into memory-mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the
+    stream of their tokens, piece p its tokens edges[p] to edges[p + 1] - 1. So rows do not depend on the number of
+    workers, none is dropped, and finding row 100,000,000 costs what finding row 0 costs.
     """
-
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
         self.columns = {name: documents.data.column(name) for name in documents.column_names}
         lengths = {name: pc.list_value_length(column).to_numpy() for name, column in self.columns.items()}
@@ -459,16 +419,14 @@ class Dataset:
             raise UserError("data: there are no tokens in it, or input_ids and labels differ in length")
         self.offsets = np.concatenate(([0], np.cumsum(lengths["input_ids"], dtype=np.int64)))
         offsets = np.unique(self.offsets)  # Empty documents have no rows.
-        if packing == "concat":  # Cut at multiples of the row length; a piece ends wherever a document does.
+        if packing == "concat":  # Cut the stream at multiples of the row length.
             cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])
-            self.edges = np.union1d(offsets, cuts)
-            self.first = np.searchsorted(self.edges, cuts)
-        else:
+        else:  # Cut every document, from its start.
             counts = -(-np.diff(offsets) // length)
             nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            self.edges = np.append(np.repeat(offsets[:-1], counts) + nth * length, offsets[-1])
-            self.first = np.arange(len(self.edges))
-        self.lengths = np.diff(self.edges[self.first]).astype(np.int32)
+            cuts = np.append(np.repeat(offsets[:-1], counts) + nth * length, offsets[-1])
+        self.edges = np.union1d(offsets, cuts)
+        self.first, self.lengths = np.searchsorted(self.edges, cuts), np.diff(cuts).astype(np.int32)
         # A permutation is as large as the data: keep the two that a step may straddle.
         self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
 
@@ -482,13 +440,13 @@ class Dataset:
 
     def read(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, targets) of each piece; targets[i] is the token that follows input_ids[i], or -100 for none."""
-        pieces = []
-        edges = self.edges[self.first[row] : self.first[row + 1] + 1]
+        pieces, edges = [], self.edges[self.first[row] : self.first[row + 1] + 1]
         for start, stop in zip(edges, edges[1:]):
             document = int(np.searchsorted(self.offsets, start, side="right")) - 1
             span = slice(int(start - self.offsets[document]), int(stop - self.offsets[document]))
             # Zero-copy views of the memory-mapped file; without labels, the tokens are their own.
-            ids, labels = (self.columns[name][document].values[span].to_numpy() for name in ("input_ids", [*self.columns][-1]))
+            names = "input_ids", "labels" if "labels" in self.columns else "input_ids"
+            ids, labels = (self.columns[name][document].values[span].to_numpy() for name in names)
             pieces.append((ids, np.append(labels[1:], -100)))
         return pieces
 
@@ -504,53 +462,44 @@ class Dataset:
         ids = [ids.astype(np.int64) for row in some for ids, _ in self.read(row)]
         return zlib.crc32(np.concatenate([some, *ids]).tobytes(), zlib.crc32(self.lengths.tobytes()))
 
-
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
     """Training rows, and evaluation rows or None."""
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
     if config.eval_fraction:
         order, count = np.random.default_rng(seed).permutation(len(train)), round(len(train) * config.eval_fraction)
         if not 0 < count < len(train):
-            raise UserError(f"data.eval_fraction: {config.eval_fraction} of {len(train)} documents leaves nothing to evaluate "
-                            "or to train on; use data.eval_source")
+            raise UserError(f"data.eval_fraction: {config.eval_fraction} of {len(train)} documents leaves nothing to "
+                            "evaluate or to train on; use data.eval_source")
         train, held_out = train.select(np.sort(order[count:])), train.select(np.sort(order[:count]))
     parts = [part and tokenize(part, config, tokenizer) for part in (train, held_out)]
     return tuple(part and Dataset(part, config.packing, config.sequence_length, seed) for part in parts)
 
-
-def padded(longest: int, multiple: int) -> int:
-    return max(1, -(-longest // multiple)) * multiple
-
-
 def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int = 1) -> dict[str, torch.Tensor]:
     """Rows as int64 tensors [rows, width], padded on the right: input_ids, targets and, if any is packed, position_ids.
 
-    Positions that start anew are what keeps packed documents apart in transformers. Padding needs no mask: it comes after
-    every real token. No rows make one row without targets, because all ranks must take part in a pass.
+    Positions that start anew are what keeps packed documents apart in transformers. Padding needs no mask: it comes
+    after every real token. No rows make one row without targets, because all ranks must take part in a pass.
     """
-    width = padded(max((sum(len(ids) for ids, _ in row) for row in rows), default=1), multiple)
-    input_ids, targets, position_ids = (np.full((max(1, len(rows)), width), fill) for fill in (0, -100, 0))
+    longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
+    shape = max(1, len(rows)), -(-longest // multiple) * multiple
+    input_ids, targets, positions = (np.full(shape, fill) for fill in (0, -100, 0))
     for r, row in enumerate(rows):
         at = 0
         for ids, following in row:
             input_ids[r, at : at + len(ids)], targets[r, at : at + len(ids)] = ids, following
-            position_ids[r, at:] = np.arange(width - at)
+            positions[r, at:] = np.arange(shape[1] - at)
             at += len(ids)
-    batch = {"input_ids": input_ids, "targets": targets}
-    batch |= {"position_ids": position_ids} if any(len(row) > 1 for row in rows) else {}
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
-
+    batch = {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
+    return batch | ({"position_ids": torch.from_numpy(positions)} if any(len(row) > 1 for row in rows) else {})
 
 @dataclass
 class Step:
     """The work of one optimizer step: this rank's micro-batches, and what all ranks process together."""
-
     rows: np.ndarray
     micro_batches: list[dict[str, torch.Tensor]]
     target_tokens: int
     real_tokens: int
     tokens: int
-
 
 def load_step(step: int, data: Dataset, plan: Plan, rank: int, multiple: int, vocab_size: int) -> Step:
     """The step's rows, sorted by length, cut as the plan says. Raises UserError for rows that cannot be trained on."""
@@ -558,21 +507,19 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, multiple: int, vo
     lengths, targets = data.sizes(rows)
     if not targets.sum():
         raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
-    by_length = np.argsort(lengths, kind="stable")
-    rows, lengths = rows[by_length], lengths[by_length]
-    micro_batches = [collate([data.read(row) for row in rows[piece]], multiple) for piece in plan.micro_batches(rank)]
-    for ids in (batch["input_ids"] for batch in micro_batches):
-        if not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 to "
-                            f"{vocab_size - 1}; data.tokenizer must be the model's")
+    order = np.argsort(lengths, kind="stable")
+    micro_batches = [collate([data.read(row) for row in rows[order[p]]], multiple) for p in plan.micro_batches(rank)]
+    ids = np.concatenate([batch["input_ids"].numpy().ravel() for batch in micro_batches])
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 to "
+                        f"{vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
-    pieces = [lengths[piece] for r in range(plan.data_parallel_size) for piece in plan.micro_batches(r)]
-    slots = sum(max(1, len(piece)) * padded(int(piece.max(initial=1)), multiple) for piece in pieces)
-    return Step(rows, micro_batches, int(targets.sum()), int(lengths.sum()), slots)
+    pieces = [lengths[order[p]] for r in range(plan.data_parallel_size) for p in plan.micro_batches(r)]
+    tokens = sum(max(1, len(piece)) * -(-piece.max(initial=1) // multiple) * multiple for piece in pieces)
+    return Step(rows, micro_batches, int(targets.sum()), int(lengths.sum()), int(tokens))
 
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
-
 
 def load_tokenizer(config: Config) -> transformers.PreTrainedTokenizerBase:
     name, template = config.data.tokenizer, config.data.chat_template
@@ -580,44 +527,40 @@ def load_tokenizer(config: Config) -> transformers.PreTrainedTokenizerBase:
     try:
         tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else load()
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if template else tokenizer.chat_template
+        return tokenizer
     except Exception as error:
         raise library_error(f"data.tokenizer: cannot load {name}", error, name) from error
-    return tokenizer
-
 
 def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConfig:
     """The transformers config of the model. Raises UserError for a model that does not exist or does not fit the data."""
     length, name, architecture = config.data.sequence_length, config.model.pretrained, config.model.architecture or {}
-    defaults = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False}
+    given = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False} | architecture
     try:
-        if name:
-            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
-        else:
-            found = transformers.AutoConfig.for_model(**(defaults | architecture))
+        auto, code = transformers.AutoConfig, config.model.trust_remote_code
+        found = auto.from_pretrained(name, trust_remote_code=code) if name else auto.for_model(**given)
     except Exception as error:
         raise library_error(f"model: cannot configure {name or architecture}", error, name) from error
     if unknown := [key for key in architecture if key not in found.to_dict() and key not in found.attribute_map]:
         raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}")
-    if (positions := getattr(found, "max_position_embeddings", None)) and length > positions:
-        raise UserError(f"data.sequence_length {length} exceeds the model's {positions} positions (max_position_embeddings)")
+    if length > (positions := getattr(found, "max_position_embeddings", None) or length):
+        raise UserError(f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
-
 
 def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int) -> torch.nn.Module:
     """The model on the CPU, the same on every rank: from its seed, or from its files."""
-    options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention,
-               "trust_remote_code": config.trust_remote_code}
     torch.manual_seed(seed)
+    load, name = transformers.AutoModelForCausalLM.from_config, found
+    if config.pretrained:
+        load, name = partial(transformers.AutoModelForCausalLM.from_pretrained, config=found), config.pretrained
     try:
-        if config.pretrained:
-            model = transformers.AutoModelForCausalLM.from_pretrained(config.pretrained, config=found, **options)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(found, **options)
+        model = load(name, dtype=getattr(torch, config.dtype), attn_implementation=config.attention,
+                     trust_remote_code=config.trust_remote_code)
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
         model = add_lora(model, config.lora) if config.lora else model
     except Exception as error:
-        raise library_error(f"model: cannot build {config.pretrained or found.model_type}", error, config.pretrained) from error
+        raise library_error(f"model: cannot build {config.pretrained or found.model_type}", error,
+                            config.pretrained) from error
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in {"none": [], "full": [model], "regional": model.modules()}[config.compile]:
@@ -625,12 +568,10 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
             layer.compile()
     return model
 
-
 def add_lora(model: torch.nn.Module, lora: Lora) -> torch.nn.Module:
     modules = lora.target_modules[0] if lora.target_modules == ["all-linear"] else lora.target_modules
     return peft.get_peft_model(model, peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules))
-
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
@@ -638,23 +579,20 @@ def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
     return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
 
-
-def flops_per_token(found: transformers.PreTrainedConfig, lora: Lora | None, sequence_length: int) -> float:
+def flops_per_token(found: transformers.PreTrainedConfig, lora: Lora | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token at the full row length, recomputation not counted.
 
-    Counted by torch on a model without storage, so it holds for any architecture and for frozen weights. Eager attention
-    because the counter does not look inside fused kernels. For a Llama this is 6 N + 12 L H Q T of PaLM
-    (arXiv:2204.02311, appendix B), with N less the embedding.
+    Counted by torch on a model without storage, for any architecture and frozen weights; with eager attention, as the
+    counter does not see into fused kernels. For a Llama: 6 N + 12 L H Q T of PaLM (arXiv:2204.02311, appendix B).
     """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
         model = add_lora(model, lora) if lora else model
-        model(input_ids=torch.zeros(1, sequence_length, dtype=torch.long), use_cache=False).logits.sum().backward()
-    return counter.get_total_flops() / sequence_length
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+    return counter.get_total_flops() / length
 
 
 # 5. Optimizer ---------------------------------------------------------------------------------------------------------
-
 
 def build_optimizer(model: torch.nn.Module, config: Optim) -> torch.optim.Optimizer:
     """AdamW. Matrices decay, norms and biases do not."""
@@ -664,26 +602,23 @@ def build_optimizer(model: torch.nn.Module, config: Optim) -> torch.optim.Optimi
     betas, groups = (config.adam_beta1, config.adam_beta2), [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
 
-
 def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
     """Learning rate of a step, 1 to max_steps. A function, because a scheduler's state is there to be lost or skewed."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     span = max_steps - config.warmup_steps
     if config.schedule == "wsd":
-        span = min(span, round(max_steps * config.decay_fraction))
+        span = min(span, max(1, round(max_steps * config.decay_fraction)))
     done = max(0, step - (max_steps - span)) / max(1, span)  # Share of the decay: 0 on the plateau, 1 at the last step.
     shape = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done))}.get(config.schedule, 1 - done)
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * shape)
 
-
 class Guard:
     """Keeps non-finite numbers out of the weights without a host read per step.
 
-    check() sets `found_inf` on the device, and a fused optimizer then does nothing, its step count included. With
-    on_nonfinite stop the flag sticks, so the weights stay as the last good step left them until read() ends the run.
+    A fused optimizer's step does nothing where `found_inf` is set on the device. With on_nonfinite stop the flag sticks:
+    the weights stay as the last good step left them until read() ends the run.
     """
-
     def __init__(self, config: Run, device: torch.device):
         self.stop, self.limit = config.on_nonfinite == "stop", config.max_nonfinite_steps
         self.state = torch.zeros(4, device=device)  # First bad step, bad steps, bad steps in a row, longest such row.
@@ -691,37 +626,30 @@ class Guard:
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         first, count, row, longest = self.state
         bad = 1 - (torch.isfinite(loss) & torch.isfinite(grad_norm)).float()
-        bad = torch.maximum(bad, (first > 0).float()) if self.stop else bad
+        optimizer.found_inf = bad = torch.maximum(bad, (first > 0).float()) if self.stop else bad
         row, first = (row + 1) * bad, torch.where((first == 0) & (bad > 0), float(step), first)
         self.state = torch.stack([first, count + bad, row, torch.maximum(longest, row)])
-        optimizer.found_inf = bad
 
-    def read(self) -> int:
-        """Skipped steps so far; waits for the device. Raises ArithmeticError, with the first one, where the run must end."""
+    def read(self) -> tuple[int, int, bool]:
+        """(first bad step, skipped steps so far, whether the run must end); waits for the device."""
         first, count, _, longest = map(int, self.state.tolist())
-        if count and self.stop or longest >= self.limit:
-            raise ArithmeticError(first)
-        return count
+        return first, count, bool(count and self.stop) or longest >= self.limit
 
 
 # 6. Throughput --------------------------------------------------------------------------------------------------------
 
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
-
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
 PEAK_TFLOPS = {
     "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "no": 75}, "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67},
-    "H100": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "A100": {"bf16": 312, "fp16": 312, "no": 19.5},
-    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "no": 91.6}, "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "no": 30.3},
-}
+    "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "L40S": {"fp8": 733, "bf16": 362, "no": 91.6},
+    "A100": {"bf16": 312, "fp16": 312, "no": 19.5}, "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "no": 30.3}}
 
-
-def peak_flops(device: torch.device, precision: str, config: Perf) -> float | None:
+def peak_flops(device: torch.device, precision: str, peak_tflops: float | None) -> float | None:
     """Peak FLOP/s of one device in the precision of this run, None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = next((peaks for known, peaks in PEAK_TFLOPS.items() if known in name), {})
-    return (peak := config.peak_tflops or peaks.get(precision)) and peak * 1e12
-
+    peaks = next((peaks for known, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), {})
+    return (peak := peak_tflops or peaks.get(precision)) and peak * 1e12
 
 class Meter:
     """Books every second of the run to exactly one phase and counts what was processed; rates are over a window.
@@ -729,7 +657,6 @@ class Meter:
     By the host's clock: a window opens and closes at log lines, after a device value was read on the host, so all work
     queued on a GPU is inside. The first step of a launch (compilation, memory pools) is booked as warmup.
     """
-
     def __init__(self, clock=time.perf_counter, started: float | None = None):
         self.clock, self.phase, self.since = clock, "startup", clock() if started is None else started
         self.seconds, self.counts, self.window, self.warm = Counter(), Counter(), (Counter(), Counter()), False
@@ -753,13 +680,14 @@ class Meter:
         self.enter(self.phase)
         seconds, count = self.seconds - self.window[0], self.counts - self.window[1]
         self.window, busy = (self.seconds.copy(), self.counts.copy()), sum(seconds[phase] for phase in TRAINING)
-        ratios = {"tokens_per_second": (count["tokens"], busy), "rows_per_second": (count["rows"], busy),
-                  "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
-                  "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
-                  "real_tokens_per_second": (count["real_tokens"], busy), "step_seconds": (busy, count["steps"]),
-                  "data_seconds": (seconds["data"], count["steps"]),
-                  # Padding is not useful work: the model's FLOPs are those of the real tokens.
-                  "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
+        ratios = {
+            "tokens_per_second": (count["tokens"], busy),
+            "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
+            "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
+            "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
+            "step_seconds": (busy, count["steps"]), "data_seconds": (seconds["data"], count["steps"]),
+            # Padding is not useful work: the model's FLOPs are those of the real tokens.
+            "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
         return {f"perf/{name}": a / b if count["steps"] and b > 0 else None for name, (a, b) in ratios.items()}
 
     def summary(self) -> dict[str, float]:
@@ -772,14 +700,14 @@ class Meter:
 
 
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
-
+# A checkpoint is torch.distributed.checkpoint in safetensors files plus a manifest: every rank writes what it holds, and
+# any number of ranks under any strategy reads what it needs. It is complete or absent: written elsewhere, then renamed.
 
 def replace_file(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text(text)
     os.replace(draft, path)
-
 
 def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
     """Nested dicts by dotted path."""
@@ -788,109 +716,84 @@ def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
+def lock_folder(folder: Path) -> FileLock:
+    """Hold the run folder while this process lives. Raises UserError if another run keeps it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=45)  # The ranks of a killed launcher may still be saving.
+        lock.acquire()
+        return lock
+    except (OSError, Timeout) as error:
+        reason = "is in use by another run" if isinstance(error, Timeout) else f"cannot be written: {error.strerror}"
+        raise UserError(f"run.output_dir {folder} {reason}; choose another") from None
 
-class Checkpoints:
-    """Complete or absent: written to a temporary folder, listed with checksums in a manifest, then renamed.
+def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict, dict, dict]:
+    """(weights, optimizer state, the tensors of both): what is trained, by the names of the bare model."""
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizers, options=options)
+    both = {f"model.{k}": v for k, v in weights.items()} | {f"optimizer.{k}": v for k, v in moments.items()}
+    return weights, moments, {k: v for k, v in both.items() if isinstance(v, torch.Tensor)}
 
-    torch.distributed.checkpoint in safetensors files: every rank writes what it holds, and any number of ranks under any
-    strategy reads what it needs. Writing goes on in the background once the tensors are copied.
-    """
-
-    def __init__(self, folder: Path, keep: int, accelerator: Accelerator):
-        self.folder, self.keep, self.is_main = folder, keep, accelerator.is_main_process
-        # Background saves run collectives in a thread: without a group of their own they would meet training's.
-        self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self.pool, self.pending = ThreadPoolExecutor(1), None
-        for leftover in folder.glob(".*.tmp") if self.is_main else []:
-            shutil.rmtree(leftover)
-
-    def all(self) -> list[Path]:
-        """Checkpoint folders, newest first."""
-        return sorted(self.folder.glob("step-*"), reverse=True)
-
-    def state(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict, dict, dict]:
-        """(weights, optimizer state, the tensors of both): what is trained, by the names of the bare model."""
-        options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-        weights, moments = get_state_dict(model, optimizers, options=options)
-        both = {f"model.{k}": v for k, v in weights.items()} | {f"optimizer.{k}": v for k, v in moments.items()}
-        return weights, moments, {k: v for k, v in both.items() if isinstance(v, torch.Tensor)}
-
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: dict) -> None:
-        """Start saving. Raises what went wrong with the save before, if anything did."""
-        self.wait()
-        final = self.folder / f"step-{manifest['step']:08d}"
-        draft = self.folder / f".{final.name}.tmp"
-        writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-        saved = dcp.async_save(self.state(model, [optimizer])[2], storage_writer=writer, process_group=self.group)
-        # Rank 0 is done only when it has every rank's result: it alone completes the checkpoint.
-        self.pending = self.pool.submit(self.complete, saved, draft, final, manifest) if self.is_main else saved
-
-    def complete(self, saved: Future, draft: Path, final: Path, manifest: dict) -> None:
-        saved.result()
+def save_checkpoint(folder: Path, keep: int, model, optimizer, manifest: dict, accelerator: Accelerator) -> None:
+    final = folder / f"step-{manifest['step']:08d}"
+    draft = folder / f".{final.name}.tmp"
+    writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
+    dcp.save(trained_state(model, [optimizer])[2], storage_writer=writer)
+    if accelerator.is_main_process:
         files = {path.name: [path.stat().st_size, zlib.crc32(np.memmap(path))] for path in sorted(draft.iterdir())}
-        replace_file(draft / "manifest.json", json.dumps(manifest | {"format": FORMAT, "files": files}, indent=2))
+        replace_file(draft / "manifest.json", json.dumps(manifest | {"files": files}, indent=2))
         shutil.rmtree(final, ignore_errors=True)  # A damaged one of the same step, which resume passed over.
         os.replace(draft, final)
-        for old in self.all()[self.keep :]:
+        for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old)
+    accelerator.wait_for_everyone()
 
-    def wait(self) -> None:
-        """Until the save under way is complete."""
-        pending, self.pending = self.pending, None
-        if pending:
-            pending.result()
+def verify_checkpoint(folder: Path) -> dict:
+    """The manifest. Raises UserError that names the file that is missing, cut short or altered."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, (size, crc) in manifest["files"].items():
+            if (folder / name).stat().st_size != size or zlib.crc32(np.memmap(folder / name)) != crc:
+                raise UserError(f"{folder / name} is not as it was written: its size or checksum differs")
+        return manifest
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise UserError(f"{folder / 'manifest.json'} is not a manifest of this script") from None
 
-    @staticmethod
-    def verify(folder: Path) -> dict:
-        """The manifest of a checkpoint. Raises UserError that names the file that is missing, cut short or altered."""
+def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
+    """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
+    resume, found, damage = config.run.resume, sorted(folder.glob("step-*"), reverse=True), None
+    if resume == "never" and found:
+        raise UserError(f"run.resume is never, but {folder} holds checkpoints; choose another run.output_dir")
+    for checkpoint in found if resume in ("auto", "never") else [Path(resume)]:
+        say(f"Checkpoint passed over: {damage}" if damage else "")
         try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            for name, (size, crc) in manifest["files"].items() if manifest["format"] == FORMAT else None:
-                if (folder / name).stat().st_size != size or zlib.crc32(np.memmap(folder / name)) != crc:
-                    raise UserError(f"{folder / name} is not as it was written: its size or checksum differs")
-            return manifest
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}") from None
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(f"{folder / 'manifest.json'} is not of this script") from None
-
-    def find(self, config: Config) -> tuple[Path, dict] | None:
-        """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
-        if config.run.resume == "never" and self.all():
-            raise UserError(f"run.resume is never, but {self.folder} is not empty; choose another run.output_dir")
-        candidates, manifest = self.all() if config.run.resume in ("auto", "never") else [Path(config.run.resume)], None
-        for folder in candidates:
-            try:
-                manifest = self.verify(folder)
-                break
-            except UserError as error:
-                if folder == candidates[-1]:
-                    raise
-                say(f"Checkpoint passed over: {error}")
-        ours, theirs = flatten(config.model_dump()), flatten(manifest["config"] if manifest else {})
+            manifest = verify_checkpoint(checkpoint)
+        except UserError as error:
+            damage = error
+            continue
+        ours, theirs = flatten(config.model_dump()), flatten(manifest["config"])
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
-        if manifest and changed and not config.run.allow_changes:
-            raise UserError(f"the config differs from that of {folder}:\n" + "\n".join(changed) + "\nChoose a new "
+        if changed and not config.run.allow_changes:
+            raise UserError(f"the config differs from that of {checkpoint}:\n" + "\n".join(changed) + "\nChoose a new "
                             "run.output_dir, or continue with these changes: --run.allow_changes true")
-        return (folder, manifest) if manifest else None
+        return checkpoint, manifest
+    if damage:
+        raise damage
 
-    def load(self, folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Load into the model and optimizers, whatever strategy and process count wrote the checkpoint."""
-        weights, moments, tensors = self.state(model, optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        try:
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-        except Exception as error:
-            raise library_error(f"{folder} is of another model", error) from error
-        weights |= {k: tensors[f"model.{k}"] for k in weights}
-        moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
-        options = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
-        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)
-        for group, hyperparameters in zip(groups, own):
-            group.update(hyperparameters)  # The config's, not the checkpoint's.
-
+def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Load into the model and optimizers, whatever strategy and process count wrote the checkpoint."""
+    weights, moments, tensors = trained_state(model, optimizers)
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except Exception as error:
+        raise library_error(f"{folder} is of another model", error) from error
+    weights = {k: tensors[f"model.{k}"] for k in weights}  # What is no tensor (learning rate, ...) stays the config's.
+    moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
+    options = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
+    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)
 
 def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path, merge: bool) -> None:
     """Write what from_pretrained() loads. Every rank takes part: sharded weights are gathered."""
@@ -906,10 +809,8 @@ def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, fo
         os.replace(draft, folder)
     accelerator.wait_for_everyone()
 
-
 class Stop:
     """Lets a signal to any rank stop all ranks after the same step."""
-
     def __init__(self, group: dist.ProcessGroup | None):
         self.requested, self.since, self.work, self.flag, self.group = "", 0.0, None, torch.zeros(1), group
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -921,22 +822,21 @@ class Stop:
         # Launchers repeat signals, and a terminal signals launcher and ranks alike: only a later one insists.
         if self.requested and time.monotonic() - self.since > 2:
             os._exit(1)
-        if not self.requested:
-            self.requested, self.since = signal.Signals(number).name, time.monotonic()
+        self.requested, self.since = signal.Signals(number).name, self.since or time.monotonic()
 
     def watch_launcher(self, launcher: int) -> None:
         """Stop when the launcher is gone: nobody else would end its ranks, and a new launch waits for their lock."""
         while os.getppid() == launcher:
             time.sleep(0.5)
-        self.requested = self.requested or "the launcher's death"
+        self.requested = "the launcher's death"
         time.sleep(20)  # Enough to save while all ranks live; where one does not, the others wait in vain.
         os._exit(1)
 
     def agreed(self, last: bool = False) -> bool:
-        """Whether to stop now, the same answer on every rank. To be called once per step.
+        """Whether to stop now, the same answer on every rank; call it once per step.
 
-        Each rank's wish goes into an all-reduce of a host tensor over gloo that is started here and read at the next call:
-        no device takes part, and the exchange has a whole step to finish unnoticed.
+        Each rank's wish goes into an all-reduce of a host tensor over gloo, started here and read at the next call: no
+        device takes part, and the exchange has a whole step to finish unnoticed.
         """
         if self.group is None:
             return bool(self.requested)
@@ -949,33 +849,34 @@ class Stop:
 
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
 
-
 @torch.no_grad()
-def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, multiple: int, max_rows: int | None) -> tuple[torch.Tensor, int]:
+def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None) -> tuple[torch.Tensor, int]:
     """(this rank's loss sum, all target tokens) over the evaluation rows, each of them on one rank."""
-    rows = np.arange(min(len(data), max_rows or len(data)))
+    rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
     lengths, targets = data.sizes(rows)
-    # Every rank makes as many passes as the others, the last ones maybe without rows, so that collectives match.
-    size, own = plan.micro_batch_size, rows[np.argsort(lengths, kind="stable")][rank :: plan.data_parallel_size]
-    batches = ([data.read(row) for row in own[i : i + size]] for i in range(0, -(-len(rows) // plan.data_parallel_size), size))
-    return sum(loss_of(collate(batch, multiple)).double() for batch in batches), int(targets.sum())
-
+    own = rows[np.argsort(lengths, kind="stable")][rank :: plan.data_parallel_size]
+    # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
+    starts = range(0, -(-len(rows) // plan.data_parallel_size), size)
+    losses = [loss_of(collate([data.read(row) for row in own[start : start + size]])) for start in starts]
+    return torch.stack(losses).double().sum(), int(targets.sum())
 
 @torch.no_grad()
-def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -> list[str]:
+def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -> dict[str, str]:
     """Continuations of the prompts. All ranks generate the same, which sharded weights need and whole ones allow."""
-    texts, choice = [], {"do_sample": config.temperature > 0, **({"temperature": config.temperature} if config.temperature else {})}
+    samples, choice = {}, {"do_sample": True, "temperature": config.temperature} if config.temperature else {}
     torch.manual_seed(seed)
-    for text in config.prompts:
+    for i, text in enumerate(config.prompts):
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+            messages = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
         with accelerator.autocast():
-            ids = bare.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens, use_cache=True,
-                                pad_token_id=tokenizer.pad_token_id or 0, synced_gpus=accelerator.num_processes > 1, **choice)
-        texts.append(tokenizer.decode(ids[0], skip_special_tokens=True))
-    return texts
-
+            ids = bare.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens,
+                                pad_token_id=tokenizer.pad_token_id or 0, use_cache=True,
+                                synced_gpus=accelerator.num_processes > 1, **choice)
+        samples[f"eval/sample_{i}"] = tokenizer.decode(ids[0], skip_special_tokens=True)
+        say(f"--- sample {i}\n{samples[f'eval/sample_{i}']}\n---")
+    return samples
 
 def draw_curves(folder: Path) -> None:
     """curves.png from metrics.jsonl: loss against tokens, throughput, and where the time went."""
@@ -997,12 +898,10 @@ def draw_curves(folder: Path) -> None:
 
 # 9. main() and the loop -----------------------------------------------------------------------------------------------
 
-
 def say(text: str) -> None:
     """Print from the main process only, without tearing the progress bar."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and text:
         tqdm.write(text)
-
 
 def start_accelerator(config: Config) -> Accelerator:
     """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
@@ -1014,31 +913,29 @@ def start_accelerator(config: Config) -> Accelerator:
     if (cpu := not torch.accelerator.is_available()) and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # accelerate launch sets 1 thread, whatever the machine has.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    accumulation = GradientAccumulationPlugin(
-        num_steps=1, sync_with_dataloader=False, sync_each_batch=config.batch.sync_each_micro_step)
+    sync = {"sync_with_dataloader": False, "sync_each_batch": config.batch.sync_each_micro_step}
     try:
         accelerator = Accelerator(
-            cpu=cpu, log_with=config.run.trackers, project_dir=config.run.output_dir, gradient_accumulation_plugin=accumulation,
+            cpu=cpu, log_with=config.run.trackers, project_dir=config.run.output_dir,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, **sync),
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     except (ValueError, ImportError) as error:
         raise library_error("launch", error) from error
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:
         raise UserError(f"launch: {launched} processes were started that do not see each other (Accelerate counts "
-                        f"{accelerator.num_processes}), so each would train alone; launch with a file of accelerate_configs/")
+                        f"{accelerator.num_processes}), so each would train alone; use a file of accelerate_configs/")
+    if accelerator.parallelism_config and accelerator.parallelism_config.non_data_parallel_size > 1:
+        raise UserError("launch: tensor, sequence and context parallelism are not supported; use dp_shard_size")
     return accelerator
-
 
 def versions() -> dict[str, str]:
     """What made this run: library versions, and the git commit of the script where there is one."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    names = ("torch", "accelerate", "transformers", "datasets", "numpy")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names},
-            "git_commit": git.stdout.strip()}
+    libraries = {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers", "datasets")}
+    return {"python": platform.python_version(), **libraries, "git_commit": git.stdout.strip()}
 
-
-def fitting_micro_batch(most: int, loss_of, length: int, model: torch.nn.Module, accelerator: Accelerator) -> int:
-    """The largest micro-batch, in steps of a tenth, for which all ranks have memory for two passes over the longest rows."""
-
+def largest_micro_batch(most: int, loss_of, length: int, model: torch.nn.Module, accelerator: Accelerator) -> int:
+    """The largest size, in steps of a tenth, for which all ranks have memory for two passes over full rows."""
     @find_executable_batch_size(starting_batch_size=most)
     def attempt(size: int) -> int:
         fits, row = torch.ones((), device=accelerator.device), [(np.zeros(length, int), np.zeros(length, int))]
@@ -1054,28 +951,25 @@ def fitting_micro_batch(most: int, loss_of, length: int, model: torch.nn.Module,
         if accelerator.reduce(fits, "sum") < accelerator.num_processes:
             raise RuntimeError("CUDA out of memory.")  # On every rank, in words that find_executable_batch_size knows.
         return size
-
     return attempt()
-
 
 def reports_errors(main):
     """Turns what ends a run into one message from one process and an exit status: 2 for the user's mistakes, else 1."""
-
     @wraps(main)
     def wrapped(argv: list[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else argv) or 0
+        except SystemExit as error:  # argparse, after --help.
+            return error.code or 0
         except (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException) as error:
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(5)  # The main process has most likely found the same and says it; then the launcher ends us.
+                time.sleep(5)  # The main process has most likely found the same and says it; the launcher then ends us.
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, UserError) else 1
         finally:  # What accelerate keeps per process, so that main() can be called again.
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
-
     return wrapped
-
 
 @reports_errors
 def main(argv: list[str]) -> int | None:
@@ -1083,72 +977,64 @@ def main(argv: list[str]) -> int | None:
     config, process_counts = load_config(argv)
     if process_counts:
         return print_plans(config, process_counts)
-    run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(started=STARTED), start_accelerator(config)
-    device, is_main, ranks, folder = accelerator.device, accelerator.is_main_process, accelerator.num_processes, Path(run.output_dir)
-    if is_main:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / ".lock", timeout=45)  # The ranks of a killed launcher may still be saving.
-            lock.acquire()
-        except Timeout:
-            raise UserError(f"run.output_dir {folder} is in use by another run; stop that one or choose another") from None
-        except OSError as error:
-            raise UserError(f"run.output_dir {folder}: {error.strerror}") from None
-    checkpoints = Checkpoints(folder / "checkpoints", run.keep_checkpoints, accelerator)
-    [found] = broadcast_object_list([checkpoints.find(config) if is_main else None])
+    run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(), start_accelerator(config)
+    device, ranks, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
+    folder, rank = Path(run.output_dir), accelerator.process_index
+    lock = lock_folder(folder) if is_main else None
+    [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if is_main else None])
 
-    # The data, tokenized once per machine by the process that gets the lock; the others wait outside of any collective.
+    # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
     tokenizer = load_tokenizer(config)
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
-    fingerprint = train_data.fingerprint()
 
     # The model, wrapped as the launcher file says.
     bare = build_model(config.model, model_config(config, len(tokenizer)), len(tokenizer), run.seed)
     flops = flops_per_token(bare.config, config.model.lora, length)
-    peak = peak_flops(device, accelerator.mixed_precision, config.perf)
+    peak = peak_flops(device, accelerator.mixed_precision, config.perf.peak_tflops)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
 
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compute_loss(model, {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
 
     # The batch plan: what fits in memory, and what follows from it.
-    limit = config.batch.max_micro_batch_size
-    if limit == "auto":
-        checkpoints.state(model, [optimizer.optimizer])  # Makes the optimizer's state, which takes memory too.
-        limit = fitting_micro_batch(-(-config.global_batch_size // ranks), loss_of, length, model, accelerator)
+    if (limit := config.batch.max_micro_batch_size) == "auto":
+        trained_state(model, [optimizer.optimizer])  # Makes the optimizer's state, which takes memory too.
+        limit = largest_micro_batch(-(-config.global_batch_size // ranks), loss_of, length, model, accelerator)
         optimizer.optimizer.state.clear()
-    plan, rank = plan_batch(config.global_batch_size, limit, ranks, length), accelerator.process_index
+    plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
-    if plan.global_batch_size > len(train_data):
+    steps_per_epoch = len(train_data) / plan.global_batch_size
+    if steps_per_epoch < 1:
         raise UserError(f"data: {len(train_data)} rows of at most {length} tokens, fewer than the global batch of "
                         f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
-                                           run.max_epochs * len(train_data) / plan.global_batch_size - 1e-9)
+                                           run.max_epochs * steps_per_epoch - 1e-9)
 
     # Where to start.
     seen = dict.fromkeys(("step", "rows", "tokens", "real_tokens", "target_tokens"), 0)
+    record = {"max_steps": max_steps, "max_micro_batch_size": limit, "data_fingerprint": train_data.fingerprint(),
+              "plan": asdict(plan), "versions": versions(), "config": config.model_dump()}
     if found:
         checkpoint, manifest = found
         seen = {name: manifest[name] for name in seen}
-        if manifest["data_fingerprint"] != fingerprint and not run.allow_changes:
-            raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); choose a new "
-                            "run.output_dir, or continue all the same: --run.allow_changes true")
+        if manifest["data_fingerprint"] != record["data_fingerprint"] and not run.allow_changes:
+            raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); choose "
+                            "a new run.output_dir, or continue all the same: --run.allow_changes true")
         if seen["step"] >= max_steps and json.loads((folder / "status.json").read_text())["status"] == "finished":
-            return say(f"Finished already: {folder} holds all {max_steps:,} steps. Give more steps, or another run.output_dir.")
-        checkpoints.load(checkpoint, model, [optimizer.optimizer])
+            return say(f"Finished already: {folder} holds all {max_steps:,} steps; raise run.max_steps, or choose a new "
+                       "run.output_dir.")
+        load_checkpoint(checkpoint, model, [optimizer.optimizer])
         say(f"Continuing after step {seen['step']:,} from {checkpoint}.")
         if manifest["max_steps"] != max_steps:
-            say(f"The run's length is now {max_steps:,} steps, not {manifest['max_steps']:,}: from here on the learning rate follows "
-                "the schedule of the new length, not the one of the steps already made.")
+            say(f"The run has {max_steps:,} steps now, not {manifest['max_steps']:,}: from here on the learning rate is "
+                "that of the new length's schedule.")
     elif run.init_from:
-        checkpoints.verify(Path(run.init_from))
-        checkpoints.load(Path(run.init_from), model, [])
-    step, record = seen["step"], {
-        "max_steps": max_steps, "max_micro_batch_size": limit, "data_fingerprint": fingerprint, "plan": asdict(plan),
-        "versions": versions(), "config": config.model_dump()}
-    guard, stop = Guard(run, device), Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
+        verify_checkpoint(Path(run.init_from))
+        load_checkpoint(Path(run.init_from), model, [])
+    step, guard = seen["step"], Guard(run, device)
+    stop = Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
 
     def write(values: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and the same to the trackers."""
@@ -1161,40 +1047,43 @@ def main(argv: list[str]) -> int | None:
         if is_main:
             replace_file(folder / "status.json", json.dumps({"status": status, "step": step}))
 
-    def read_guard() -> int:
-        try:
-            return guard.read()
-        except ArithmeticError as error:
-            rows = train_data.rows_at((error.args[0] - 1) * plan.global_batch_size, plan.global_batch_size)
-            last = next(iter(checkpoints.all()), "none")
-            raise ArithmeticError(f"the loss or gradient norm of step {error.args[0]} is not finite, and the update was not made. "
-                                  f"Rows: {rows.tolist()}. Last good checkpoint: {last}") from None
+    def skipped_steps() -> int:
+        first, count, must_end = guard.read()
+        if must_end:
+            rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
+            good = max((folder / "checkpoints").glob("step-*"), default="none")
+            raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
+                                  f"{count} in all. Rows: {rows}. Last good checkpoint: {good}")
+        return count
 
     def save() -> None:
-        before = meter.enter("checkpoint")
-        read_guard()
-        checkpoints.save(model, optimizer.optimizer, {**seen, **record})
-        meter.enter(before)
+        skipped_steps()  # Nothing poisoned is saved.
+        ended = meter.enter("checkpoint")
+        save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer,
+                        {"format": FORMAT, **seen, **record}, accelerator)
+        meter.enter(ended)
 
     if is_main:
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Later ones are redone.
-        replace_file(folder / "metrics.jsonl", "".join(line + "\n" for line in kept))
-        replace_file(folder / "config.yaml", yaml.safe_dump(config.model_dump() | {"versions": record["versions"]}, sort_keys=False))
-    accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(config.model_dump()).items()})
+        for leftover in folder.glob("**/.*.tmp"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        file = folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others are redone.
+        replace_file(file, "".join(line + "\n" for line in kept))
+        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": record["versions"]}))
+    accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(record["config"]).items()})
     set_status("running")
-    write({f"plan/{name}": value for name, value in (asdict(plan) | {"tokens_per_step": plan.tokens_per_step}).items()})
-    pool, multiple = ThreadPoolExecutor(1), 64 if config.model.compile != "none" else 1  # Fewer widths, fewer compilations.
-    vocab_size = bare.get_input_embeddings().num_embeddings
-    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, multiple=multiple, vocab_size=vocab_size)
+    write({f"plan/{name}": value for name, value in record["plan"].items()} | {"plan/tokens_per_step": plan.tokens_per_step})
+    prepare, pool = partial(
+        load_step, data=train_data, plan=plan, rank=rank, vocab_size=bare.get_input_embeddings().num_embeddings,
+        multiple=64 if config.model.compile != "none" else 1), ThreadPoolExecutor(1)  # Fewer widths, fewer compilations.
     upcoming = pool.submit(prepare, step + 1)
     total, trained = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= only) for only in (False, True))
     ids, targets = (upcoming.result().micro_batches[0][name][0][:120] for name in ("input_ids", "targets"))
-    say(f"{plan.story()}\nData: {len(train_data):,} rows, {train_data.lengths.sum():,} tokens "
-        f"({train_data.lengths.sum() / len(train_data) / length:.1%} of full rows); "
-        f"{len(train_data) / plan.global_batch_size:,.1f} steps per epoch, {max_steps:,} steps in this run.\n"
-        f"Model: {total:,} parameters, {trained:,} trained; {flops / 1e6:,.1f} MFLOPs per token.\n"
-        f"First row begins: {tokenizer.decode(ids)!r}\n  of that in the loss: {tokenizer.decode(targets[targets >= 0])!r}")
+    say(f"{plan}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; {steps_per_epoch:,.1f} "
+        f"steps per epoch, {max_steps:,} steps in this run.\nModel: {total:,} parameters, {trained:,} trained; "
+        f"{flops / 1e6:,.1f} MFLOPs per token.\nFirst row begins: {tokenizer.decode(ids)!r}\n"
+        f"  in the loss of that: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
 
@@ -1215,14 +1104,14 @@ def main(argv: list[str]) -> int | None:
                 with accelerator.accumulate(model):
                     micro_loss = loss_of(batch)
                     loss += micro_loss.detach()
-                    # The gradient wanted is that of the sum of micro_loss over all ranks and micro-steps, / target_tokens.
-                    # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both are multiplied in.
+                    # Wanted is the gradient of the sum of micro_loss over all ranks and micro-steps, / target_tokens.
+                    # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both multiply here.
                     accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / work.target_tokens))
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
-            raise MemoryError(f"out of memory at step {step} with micro-batches of {plan.micro_batch_size}; set batch."
-                              f"max_micro_batch_size to {max(1, plan.micro_batch_size // 2)}, the result is the same") from error
+            raise MemoryError(f"out of memory in step {step}: set batch.max_micro_batch_size to "
+                              f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
         meter.enter("optimizer")
         loss = accelerator.reduce(loss, "sum") / work.target_tokens
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or math.inf)
@@ -1230,35 +1119,31 @@ def main(argv: list[str]) -> int | None:
         optimizer.step()
         optimizer.zero_grad()
         meter.count(work)
-        seen = {"step": step, "rows": seen["rows"] + len(work.rows)} | {
-            name: seen[name] + getattr(work, name) for name in ("tokens", "real_tokens", "target_tokens")}
+        done = {"step": 1, "rows": len(work.rows)} | {name: getattr(work, name) for name in seen if "tokens" in name}
+        seen = {name: seen[name] + done[name] for name in seen}
 
         line, last = {}, step == max_steps
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
             meter.enter("logging")
-            line |= {f"train/{name}": seen[name] for name in ("rows", "tokens", "target_tokens")} | {
-                "train/epoch": seen["rows"] / len(train_data), "train/skipped_steps": read_guard()}
-            line |= meter.rates(ranks, flops, peak)
+            line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch}
+            line |= {f"train/{name}": seen[name] for name in ("rows", "target_tokens")} | meter.rates(ranks, flops, peak)
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
             model.eval()
-            loss_sum, targets = evaluate(loss_of, eval_data, plan, rank, multiple, config.eval.max_rows)
+            loss_sum, targets = evaluate(loss_of, eval_data, plan, rank, config.eval.max_rows)
             line["eval/loss"] = accelerator.reduce(loss_sum, "sum").item() / targets
             line["eval/perplexity"] = math.exp(min(line["eval/loss"], 700))
             meter.enter("sampling")
-            for i, text in enumerate(sample(bare, accelerator, tokenizer, config.eval, run.seed)):
-                line[f"eval/sample_{i}"] = text
-                say(f"--- sample {i}\n{text}")
+            line |= sample(bare, accelerator, tokenizer, config.eval, run.seed)
             model.train()
         if line:
             meter.enter("logging")
             write({"train/tokens": seen["tokens"]} | line)
-            left = line.get("perf/step_seconds", 0) * (max_steps - step)
-            shown = {"loss": "train/loss", "eval loss": "eval/loss", "lr": "train/learning_rate", "norm": "train/grad_norm",
-                     "tokens/s": "perf/tokens_per_second"}
-            text = "  ".join(f"{name} {line[key]:,.4g}" for name, key in shown.items() if line.get(key) is not None)
-            say(f"step {step:,}/{max_steps:,}  {text}  left {timedelta(seconds=round(left))}")
+            shown = {name: f"{line[name]:,.4g}" for name in SHOWN if line.get(name) is not None}
+            bar.set_postfix(shown)
+            left = timedelta(seconds=round((line.get("perf/step_seconds") or 0) * (max_steps - step)))
+            say(f"step {step:,}/{max_steps:,}  {'  '.join(map(' '.join, shown.items()))}  left {left}" * bar.disable)
         if last or run.save_every and step % run.save_every == 0:
             save()
         meter.enter("data")
@@ -1269,19 +1154,18 @@ def main(argv: list[str]) -> int | None:
     if stopped and step > (found[1]["step"] if found else 0):
         save()
     meter.enter("checkpoint")
-    checkpoints.wait()
     if not stopped:
         export_model(model, accelerator, tokenizer, folder / "model", bool(config.model.lora and config.model.lora.merge))
-    write(summary := meter.summary())
-    say("Where the time went: " + ", ".join(f"{name[8:-8]} {spent:.1f} s" for name, spent in summary.items() if name.endswith("_seconds")))
+    summary = meter.summary()
+    write(summary)
+    say("Seconds: " + ", ".join(f"{name[8:-8]} {spent:.1f}" for name, spent in summary.items() if name.endswith("seconds")))
     if is_main and not stopped:
         draw_curves(folder)
     set_status("stopped" if stopped else "finished")
-    say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues." if stopped else
-        f"Finished: {folder / 'model'} loads with from_pretrained().")
+    say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
+        if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
     pool.shutdown(cancel_futures=True)
     accelerator.end_training()
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,39 @@
+"""Environment of every test and of every command that a test starts. Shared functions are in helpers.py."""
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that `import train` finds the script.
+
+# Libraries read these when they are imported, so they are set before any test module is. Caches start empty and are not
+# the user's: neither an old cache entry nor a personal accelerate config can decide a test.
+CACHE = tempfile.mkdtemp(prefix="train-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ |= {
+    "HF_HOME": CACHE, "HF_DATASETS_CACHE": f"{CACHE}/datasets", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # Several processes share few cores; train.py itself divides them.
+    "PYTHONUNBUFFERED": "1",
+}
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # The suite tests the mathematics on CPU processes.
+
+import pytest
+
+
+def pytest_configure(config):
+    config.option.log_level = "WARNING"  # torch logs a checkpoint's every tensor, which hides why a test failed.
+
+
+@pytest.fixture(autouse=True)
+def undo_main():
+    """What train.main() leaves in this process: its signal handlers, and RANK and the like that Accelerate sets."""
+    environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    os.environ.clear()
+    os.environ |= environment
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

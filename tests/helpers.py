@@ -1,0 +1,191 @@
+"""What several test files need: tiny models and rows made on the spot, and train.py run as a user runs it.
+
+    config = tiny_config(tmp_path)                  rows, model and settings; change it like any dict
+    done = launch(tmp_path, config, "--run.max_steps", "3", processes=2)     accelerate launch, a real process group
+    done = run(tmp_path, config)                    the same through main(argv) in this process, without start-up time
+    done.output, done.metrics, done.losses, done.weights, done.status
+"""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import psutil
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = 384  # That of the bytes tokenizer, so that train.py leaves the model's embedding as it is.
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended, and what its run folder holds."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def logged(self, key: str) -> list:
+        """The values of one metric, in the order of the file."""
+        return [line[key] for line in self.metrics if key in line]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.logged("train/loss")
+
+    @property
+    def launches(self) -> list[int]:
+        """The step after which each launch of the run began."""
+        return [line["step"] for line in self.metrics if "plan/num_processes" in line]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The exported model's parameters."""
+        return load_file(self.folder / "model" / "model.safetensors")
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Names of all that lies in checkpoints/, hidden leftovers included."""
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+
+def difference(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference of two models' parameters, which must have the same names."""
+    assert some.keys() == other.keys()
+    return max(float((some[name] - other[name]).abs().max()) for name in some)
+
+
+def write_config(folder: Path, config: dict) -> Path:
+    """The config as YAML; its run folder is folder/run unless it names another."""
+    config = config | {"run": {"output_dir": str(folder / "run")} | config.get("run", {})}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def output_dir(folder: Path, config: dict, overrides: tuple) -> Path:
+    if "--run.output_dir" in overrides:
+        return Path(overrides[overrides.index("--run.output_dir") + 1])
+    return Path(config.get("run", {}).get("output_dir", folder / "run"))
+
+
+def start(folder: Path, config: dict, *overrides, processes: int | None = 1, launcher: str = "cpu", env=None):
+    """Start the real command and return its Popen, to be signalled.
+
+    Several processes start as `accelerate launch --config_file accelerate_configs/LAUNCHER.yaml`, 1 as a plain
+    `accelerate launch`, None as `python train.py`.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch"] if processes else [sys.executable]
+    if processes and processes > 1:
+        with socket.socket() as probe:  # A port of its own for each launch, whatever else runs on this machine.
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml"]
+        command += ["--num_processes", str(processes), "--main_process_port", str(port)]
+    command += [ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | (env or {}), **pipe)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL to a launcher and its ranks: these are in sessions of their own and would outlive it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        for one in [launcher, *launcher.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeout: float = 240, **options) -> Done:
+    """Run the real command, see start(), to its end. Fails with the output if the exit status is not `expect`."""
+    process = start(folder, config, *overrides, **options)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        kill_tree(process)
+    assert expect is None or process.returncode == expect, f"exit status {process.returncode}, not {expect}:\n{output}"
+    return Done(process.returncode, output, output_dir(folder, config, overrides))
+
+
+def run(folder: Path, config: dict, *overrides, expect: int | None = 0) -> Done:
+    """The same command line through main(argv) in this process: one process, no start-up time."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        code = train.main(["--config", str(write_config(folder, config)), *map(str, overrides)])
+    assert expect is None or code == expect, f"exit status {code}, not {expect}:\n{output.getvalue()}"
+    return Done(code, output.getvalue(), output_dir(folder, config, overrides))
+
+
+def tiny_model(folder: Path, learned_positions: bool = False) -> Path:
+    """A model of 32 dimensions and 2 layers, saved for model.pretrained: a Llama with fewer key than query heads, or a
+    GPT-2, whose positions are absolute and whose output layer is its embedding."""
+    torch.manual_seed(1)
+    common = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": None, "eos_token_id": 1}
+    if learned_positions:
+        common |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.1}
+        config = transformers.GPT2Config(**common, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        common |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+        config = transformers.LlamaConfig(**common, num_attention_heads=4, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_rows(lengths: list[int], seed: int = 0, masked: float = 0.0) -> list[dict]:
+    """Documents of token ids that can be learned: counting up from anywhere. A share of the labels is masked."""
+    rng, rows = np.random.default_rng(seed), []
+    for length in lengths:
+        ids = (rng.integers(3, 40) + np.arange(length) * rng.integers(1, 4)) % (VOCABULARY - 3) + 3
+        labels = np.where(rng.random(length) < masked, -100, ids)
+        rows.append({"input_ids": ids.tolist()} | ({"labels": labels.tolist()} if masked else {}))
+    return rows
+
+
+def write_rows(folder: Path, rows: list[dict]) -> Path:
+    """Save rows as a dataset that data.path takes."""
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def tiny_config(folder: Path) -> dict:
+    """23 ragged rows of at most 24 tokens with masked labels, 11 more to evaluate on, and 30 steps of 10 rows.
+
+    10 divides by 2 and not by 3 or 4, and 23 not by 10: 30 steps are 13 epochs and a bit, and steps straddle epochs.
+    Of the gradient norms some are above max_grad_norm and some below. adam_eps is large enough that rounding stays
+    below 1e-5 in the parameters; with 1e-8 it alone reaches 5e-5. Writes to folder/rows, /held-out and /start.
+    """
+    rng = np.random.default_rng(0)
+    rows = make_rows([1, 24, *rng.integers(2, 25, 21).tolist()], seed=1, masked=0.4)
+    rows[5]["labels"] = [-100] * len(rows[5]["labels"])  # A row without any target.
+    rows = write_rows(folder / "rows", rows)
+    held_out = write_rows(folder / "held-out", make_rows(rng.integers(2, 25, 11).tolist(), seed=2, masked=0.4))
+    return {
+        "run": {"max_steps": 30, "seed": 7, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
+        "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
+        "data": {"path": str(rows), "format": "tokens", "packing": "none", "sequence_length": 24,
+                 "eval_source": {"path": str(held_out)}},
+        "model": {"pretrained": str(tiny_model(folder / "start"))},
+        "optim": {"learning_rate": 0.005, "warmup_steps": 5, "schedule": "cosine", "min_learning_rate_ratio": 0.1,
+                  "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-5, "max_grad_norm": 1.1},
+    }

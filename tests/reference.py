@@ -1,0 +1,100 @@
+"""What train.py promises, as a plain torch loop: one process, one big batch, no Accelerate.
+
+It shares no code with train.py on purpose: the row order, the padding, the shift of the targets, the loss, the clipping
+and the learning rate are written a second time, from the documentation.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers import Done, difference
+
+Row = dict[str, list[int]]  # input_ids and, where not every token is to be learned, labels.
+
+
+def shuffled(seed: int, num_rows: int, count: int) -> list[int]:
+    """The first `count` row numbers of the endless stream of shuffled epochs."""
+    epochs = range(-(-count // num_rows))
+    return [int(row) for epoch in epochs for row in np.random.default_rng([seed, epoch]).permutation(num_rows)][:count]
+
+
+def learning_rate(optim: dict, step: int, max_steps: int) -> float:
+    """Linear warmup, then half a cosine that ends at min_learning_rate_ratio of the peak in the last step."""
+    peak, warmup = optim["learning_rate"], optim["warmup_steps"]
+    low = peak * optim["min_learning_rate_ratio"]
+    if step < warmup:
+        return peak / warmup * step
+    return low + (peak - low) * (1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup))) / 2
+
+
+def summed_loss(model: torch.nn.Module, rows: list[Row]) -> tuple[torch.Tensor, int]:
+    """(sum of the cross-entropy over all targets of these rows, number of targets)."""
+    width = max(len(row["input_ids"]) for row in rows)
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)
+    labels = torch.full_like(ids, -100)
+    for r, row in enumerate(rows):
+        length = len(row["input_ids"])
+        ids[r, :length], mask[r, :length] = torch.tensor(row["input_ids"]), 1
+        labels[r, :length] = torch.tensor(row.get("labels", row["input_ids"]))
+    scores = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    targets = labels[:, 1:]
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), int((targets != -100).sum())
+
+
+def evaluation_loss(model: torch.nn.Module, rows: list[Row]) -> float:
+    """Mean over the targets of all rows, each row alone in the model."""
+    with torch.no_grad():
+        sums, counts = zip(*(summed_loss(model, [row]) for row in rows))
+    return float(sum(x.double() for x in sums)) / sum(counts)
+
+
+@dataclass
+class Reference:
+    """What the loop did, a list entry per step."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    eval_losses: dict[int, float] = field(default_factory=dict)
+
+    def check(self, done: Done) -> None:
+        """Compare a whole run of train.py with this; the bounds leave room for rounding in float32 and nothing else."""
+        np.testing.assert_allclose(done.losses, self.losses, rtol=1e-6)
+        np.testing.assert_allclose(done.logged("train/grad_norm"), self.grad_norms, rtol=1e-5)
+        np.testing.assert_allclose(done.logged("train/learning_rate"), self.learning_rates, rtol=1e-12)
+        assert difference(done.weights, self.weights) < 1e-5
+
+
+def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out: list[Row] = (), eval_every: int = 15):
+    """Train on rows_of(step) for steps 1 to max_steps, from the model folder of the config."""
+    optim, max_steps, did = config["optim"], config["run"]["max_steps"], Reference()
+    folder = config["model"]["pretrained"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    betas = optim["adam_beta1"], optim["adam_beta2"]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=optim["adam_eps"], foreach=False)
+    for step in range(1, max_steps + 1):
+        total, targets = summed_loss(model, rows_of(step))
+        loss = total / targets
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim["max_grad_norm"])
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(optim, step, max_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        did.losses.append(loss.item())
+        did.grad_norms.append(norm.item())
+        did.learning_rates.append(group["lr"])
+        did.targets.append(targets)
+        if held_out and step % eval_every == 0:
+            did.eval_losses[step] = evaluation_loss(model, held_out)
+    did.weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    return did

@@ -1,0 +1,402 @@
+"""The config: what is accepted and what it becomes, what is refused and how, and that --help and the schema tell it.
+
+test_bad_input.py runs single mistakes through main(); this file is about the rules, over all fields.
+"""
+
+import itertools
+import json
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+GOOD = """\
+run: {max_steps: 10}
+batch: {global_batch_size: 8}
+data: {files: [a.txt]}
+model: {architecture: {model_type: llama}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a config of this text with these words on the command line."""
+
+    def load(*words, text=GOOD):
+        (tmp_path / "config.yaml").write_text(text)
+        return train.load_config(["--config", str(tmp_path / "config.yaml"), *words])[0]
+
+    return load
+
+
+@pytest.fixture
+def refusal(load, tmp_path):
+    """The message with which load() refuses, one problem per line, without the file's name; None if it accepts."""
+
+    def refusal(*words, text=GOOD):
+        try:
+            load(*words, text=text)
+        except train.UserError as error:
+            return str(error).replace(f"{tmp_path / 'config.yaml'}", "").replace("\n: ", "\n").removeprefix(": ")
+
+    return refusal
+
+
+def at(config, path):
+    """The value at a dotted path."""
+    names = path.split(".")
+    return reduce(lambda node, name: node[name] if isinstance(node, dict) else getattr(node, name), names, config)
+
+
+def good_with(path, value):
+    """GOOD with a value at a dotted path, as YAML."""
+    settings = yaml.safe_load(GOOD)
+    *sections, name = path.split(".")
+    reduce(lambda node, section: node.setdefault(section, {}), sections, settings)[name] = value
+    return yaml.safe_dump(settings)
+
+
+def schema_fields(node, definitions, prefix=""):
+    """The fields of the JSON schema by dotted path, found without the script's own listing."""
+    fields = {}
+    for name, field in node["properties"].items():
+        nested = [kind["$ref"].split("/")[-1] for kind in (field, *field.get("anyOf", [])) if "$ref" in kind]
+        if nested and nested != ["Source"]:  # A source is a value: data lists the same fields with their docs.
+            fields |= schema_fields(definitions[nested[0]], definitions, f"{prefix}{name}.")
+        else:
+            fields[prefix + name] = field
+    return fields
+
+
+def type_names(field):
+    """What a person would call the types that a schema field takes: "int", "None", "'cosine'", ..."""
+    words = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list", "object": "dict"}
+    for option in field.get("anyOf", [field]):
+        if "$ref" in option:
+            yield option["$ref"].split("/")[-1]
+        elif "enum" in option or "const" in option:
+            yield from option.get("enum", [option.get("const")])
+        else:
+            yield words.get(option["type"], "None")
+
+
+SCHEMA = train.Config.model_json_schema()
+FIELDS = schema_fields(SCHEMA, SCHEMA["$defs"])
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, number", [
+    ("1e-4", 1e-4), ("1E-4", 1e-4), ("1.e-4", 1e-4), ("1.0e-4", 1e-4), (".1e-3", 1e-4), ("+1e-4", 1e-4),
+    ("2e3", 2000.0), ("1", 1.0), ("0.5", 0.5),
+])
+def test_numbers_as_people_write_them(load, text, number):
+    """PyYAML reads 1e-4 as a string, since YAML 1.1 wants a dot and a sign. Here it is a number everywhere."""
+    assert load(text=GOOD + f"optim: {{learning_rate: {text}}}").optim.learning_rate == number
+    assert load("--optim.learning_rate", text).optim.learning_rate == number
+    assert load("--model.architecture.eps", text).model.architecture == {"model_type": "llama", "eps": number}
+    nested = GOOD.replace("llama", f"llama, rope: {{theta: [{text}]}}")
+    assert load(text=nested).model.architecture["rope"] == {"theta": [number]}
+
+
+@pytest.mark.parametrize("text", ["'1e-4'", '"1e-4"', "1e-4x", "e-4", "1e", "1e-", "1-4", "v1e4"])
+def test_strings_stay_strings(load, refusal, text):
+    assert load("--run.output_dir", text).run.output_dir == text.strip("'\"")
+    assert re.match(r"optim.learning_rate: .*number", refusal("--optim.learning_rate", text))
+
+
+def test_one_string_stands_for_a_list_of_one(load):
+    found = load("--data.files", "docs/*.txt", "--run.trackers=wandb", "--model.lora.target_modules", "q_proj")
+    assert (found.data.files, found.run.trackers) == (["docs/*.txt"], ["wandb"])
+    assert found.model.lora.target_modules == ["q_proj"]
+
+
+@pytest.mark.parametrize("path, edge, beyond", [
+    ("run.seed", [0, 2**40], [-1]),
+    ("run.max_steps", [1], [0, -1]),
+    ("run.log_every", [1], [0]),
+    ("run.eval_every", [0], [-1]),
+    ("run.save_every", [0], [-1]),
+    ("run.keep_checkpoints", [1], [0]),
+    ("run.on_nonfinite", ["stop", "skip"], ["ignore"]),
+    ("run.max_nonfinite_steps", [1], [0]),
+    ("batch.global_batch_size", [1], [0, -8]),
+    ("batch.max_micro_batch_size", [1, "auto"], [0, "max"]),
+    ("data.format", ["text", "chat", "tokens"], ["json"]),
+    ("data.packing", ["none", "concat"], ["true"]),
+    ("data.sequence_length", [2], [1, 0]),
+    ("data.eval_fraction", [0, 0.99], [1.0, -0.1]),
+    ("data.num_workers", [0], [-1]),
+    ("model.dtype", ["float32", "bfloat16"], ["float16"]),
+    ("model.compile", ["none", "regional", "full"], ["true"]),
+    ("model.lora.rank", [1], [0]),
+    ("model.lora.alpha", [1e-9], [0]),
+    ("model.lora.dropout", [0, 0.99], [1.0, -0.1]),
+    ("optim.learning_rate", [1e-12], [0, -1, ".inf", ".nan"]),
+    ("optim.schedule", ["constant", "linear", "cosine", "wsd"], ["inverse_sqrt"]),
+    ("optim.warmup_steps", [0, 10], [-1]),
+    ("optim.min_learning_rate_ratio", [0, 1], [-0.1, 1.01]),
+    ("optim.decay_fraction", [1e-9, 1], [0, 1.01]),
+    ("optim.weight_decay", [0], [-0.1]),
+    ("optim.adam_beta1", [0], [1.0]),
+    ("optim.adam_beta2", [0], [1.0, -0.1]),
+    ("optim.adam_eps", [1e-30], [0]),
+    ("optim.max_grad_norm", [1e-9, None], [0]),
+    ("eval.max_rows", [1, None], [0]),
+    ("eval.max_new_tokens", [1], [0]),
+    ("eval.temperature", [0], [-1]),
+    ("perf.peak_tflops", [1e-3, None], [0]),
+])
+def test_ranges(load, refusal, path, edge, beyond):
+    for value in edge:
+        assert at(load(f"--{path}={json.dumps(value)}"), path) == value
+    for value in beyond:
+        assert (refusal(f"--{path}={value}") or "accepted").startswith(path), value
+
+
+def test_every_field_refuses_another_type(refusal):
+    """A mapping where there is none, and a number for what is one: refused under the field's own path, once."""
+    for path in FIELDS:
+        wrong = "3" if path in ("model.architecture", "data.eval_source") else "{x: 1}"
+        message = refusal(f"--{path}", wrong)
+        assert re.match(rf"(--)?{path}\b.*$(?!\n)", message or "accepted"), f"{path}: {message}"
+
+
+@pytest.mark.parametrize("path, value", [
+    ("run.max_steps", "'10'"), ("run.max_steps", "10.0"), ("run.max_steps", "true"), ("run.seed", "1e3"),
+    ("run.seed", "[1]"), ("run.allow_changes", "1"), ("run.allow_changes", "'true'"), ("run.output_dir", "7"),
+    ("optim.learning_rate", "true"), ("data.files", "[1]"),
+    ("batch.max_micro_batch_size", "8.0"), ("model.lora.merge", "0"),
+])
+def test_nothing_is_converted(refusal, path, value):
+    """A quoted number or a 1 for true is more often a mistake than a wish."""
+    assert refusal(f"--{path}={value}").startswith(path)
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelled_key_is_refused_and_the_right_one_named(refusal):
+    """Each field without its last letter, on the command line and in the file: nothing completes an abbreviation."""
+    for typo in {path[:-1] for path in FIELDS}:
+        answers = [f"{typo}: unknown key; did you mean {path}?" for path in FIELDS if path[:-1] == typo]
+        assert refusal(f"--{typo}", "1") in answers  # Two answers for adam_beta.
+        assert refusal(text=good_with(typo, 1)) in answers
+
+
+@pytest.mark.parametrize("key, answer", [
+    ("run.max_step", "run.max_step: unknown key; did you mean run.max_steps?"),
+    ("run.max-steps", "run.max-steps: unknown key; did you mean run.max_steps?"),
+    ("run.Max_Steps", "run.Max_Steps: unknown key; did you mean run.max_steps?"),
+    ("max_steps", "max_steps: unknown key; did you mean run.max_steps?"),
+    ("run.learning_rate", "run.learning_rate: unknown key; did you mean optim.learning_rate?"),
+    ("data.global_batch_size", "data.global_batch_size: unknown key; did you mean batch.global_batch_size?"),
+    ("batch.rank", "batch.rank: unknown key; did you mean model.lora.rank?"),
+    ("optimizer.learning_rate", "optimizer: unknown key; did you mean optim"),  # The section, whatever is in it.
+    ("run.zzzzzzzz", "run.zzzzzzzz: unknown key; python train.py --help"),  # Nothing is near.
+    ("zzz.zzz", "zzz: unknown key; python train.py --help"),
+])
+def test_did_you_mean(refusal, key, answer):
+    assert refusal(f"--{key}", "5").startswith(answer)
+
+
+def test_all_problems_are_told_at_once(refusal):
+    message = refusal("--run.sed", "1", "--optim.adam_beta1", "2", "--eval.max_rows", "x")
+    assert {line.split(": ")[0] for line in message.splitlines()} == {"run.sed", "optim.adam_beta1", "eval.max_rows"}
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, line, column, word", [
+    ("run: @x\n", 1, 6, "token"),
+    ("run:\n  max_steps: 3\n\tseed: 1\n", 3, 1, ""),  # Indented by a tab.
+    ("run:\n  max_steps: 3\nbatch: [1\n", 4, 1, "]"),  # Still open at the end.
+    ("run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n", 4, 3, "max_steps"),  # The second of two.
+    ("run: {seed: 1}\nbatch: {}\nrun: {seed: 2}\n", 3, 1, "run"),
+    ("model:\n  architecture:\n    {hidden_size: 8, 'hidden_size': 16}\n", 3, 22, "hidden_size"),
+    ("run: !!python/name:os.system\n", 1, 6, "python/name"),  # Nothing is ever executed.
+])
+def test_yaml_errors_name_line_and_column(refusal, text, line, column, word):
+    message = refusal(text=text)
+    assert message.startswith(f", line {line}, column {column}: ") and word in message
+
+
+@pytest.mark.parametrize("value", ["!!int x", "!!timestamp 2001-99-99", "9" * 5000])
+def test_values_that_cannot_be_made_are_refused(refusal, value):
+    """PyYAML raises a bare ValueError for them."""
+    assert "run.output_dir" in refusal("--run.output_dir", value)
+
+
+def test_an_empty_file_is_only_incomplete(refusal):
+    assert "exactly one of" in refusal(text="# nothing yet\n")
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, path, value", [
+    (["--run.max_steps", "20"], "run.max_steps", 20),
+    (["--run.max_steps=20"], "run.max_steps", 20),
+    (["--run.output_dir=a=b"], "run.output_dir", "a=b"),
+    (["--run.seed", "1", "--run.seed", "2"], "run.seed", 2),
+    (["--data.eval_fraction", ".5"], "data.eval_fraction", 0.5),
+    (["--data.files", "[a, b]"], "data.files", ["a", "b"]),
+    (["--run.trackers", "[]"], "run.trackers", []),
+    (["--optim.max_grad_norm", "null"], "optim.max_grad_norm", None),
+    (["--batch.global_batch_size", "null", "--batch.global_batch_tokens", "1024"], "global_batch_size", 2),
+    (["--run.max_steps", "null", "--run.max_epochs", "3"], "run.max_epochs", 3.0),
+    (["--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
+    (["--model.architecture.hidden_size", "64"], "model.architecture", {"model_type": "llama", "hidden_size": 64}),
+    (["--model.architecture.rope.theta", "1e4"], "model.architecture.rope", {"theta": 1e4}),
+    (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),
+    (["--model.architecture", "null", "--model.pretrained", "./x"], "model.pretrained", "./x"),
+    (["--model.lora.rank", "8"], "model.lora.rank", 8),
+    (["--model.lora.rank", "8", "--model.lora", "null"], "model.lora", None),
+    (["--model.lora", "{}"], "model.lora.alpha", 32.0),
+    (["--data.eval_source.path", "held-out"], "data.eval_source.path", "held-out"),
+])
+def test_overrides(load, words, path, value):
+    assert at(load(*words), path) == value
+
+
+def test_an_override_changes_only_what_it_names(load):
+    """Also where the file uses one mapping twice, by a YAML anchor."""
+    text = GOOD.replace("llama", "llama, text: &same {size: 1}, image: *same")
+    found = load("--model.architecture.image.size", "2", text=text).model.architecture
+    assert (found["text"], found["image"]) == ({"size": 1}, {"size": 2})
+    before, after = load().model_dump(), load("--run.seed", "9").model_dump()
+    before["run"]["seed"] = 9
+    assert before == after
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--run.max_steps"], "run.max_steps"),
+    (["--run.max_steps", "--run.seed", "3"], "run.max_steps"),  # Its value is missing, not "--run.seed".
+    (["--run.output_dir=", "--run.seed", "3"], "run.output_dir"),
+    (["20"], "20"),
+    (["-run.max_steps", "20"], "-run.max_steps"),
+    (["--run.max_step", "5"], "run.max_step: unknown key; did you mean run.max_steps?"),
+    (["--run", "5"], "run: "),
+    (["--run.max_steps.x", "5"], "run.max_steps"),
+])
+def test_command_lines_that_are_refused(refusal, words, message):
+    """The message opens with the word that is wrong."""
+    assert (refusal(*words) or "accepted").removeprefix("--").startswith(message)
+
+
+@pytest.mark.parametrize("key", ["", ".", ".run", "run.", "run..seed"])
+def test_empty_names_are_refused(refusal, key):
+    assert refusal(f"--{key}", "5")
+
+
+def test_config_file_is_required(tmp_path):
+    missing, folder = ["--config", str(tmp_path / "none.yaml")], ["--config", str(tmp_path)]
+    for words in [], ["--run.max_steps", "3"], ["--config"], missing, folder:
+        with pytest.raises(train.UserError, match=f"--config|{tmp_path}"):
+            train.load_config(words)
+
+
+def test_plan_may_stand_anywhere(tmp_path):
+    (tmp_path / "config.yaml").write_text(GOOD)
+    words = ["--run.seed", "3", "--plan", "1", "2", "16", "--config", str(tmp_path / "config.yaml")]
+    config, process_counts = train.load_config(words)
+    assert (config.run.seed, process_counts) == (3, [1, 2, 16])
+
+
+# Rules across fields -------------------------------------------------------------------------------------------------
+
+RULES = [
+    ("exactly one", {"run.max_steps": 10, "run.max_epochs": 1.5, "run.max_tokens": 4096}),
+    ("exactly one", {"batch.global_batch_size": 8, "batch.global_batch_tokens": 4096}),
+    ("exactly one", {"model.pretrained": "./x", "model.architecture": "{model_type: llama}"}),
+    ("either", {"data.path": "./x", "data.files": "[a.txt]"}),
+    ("at most one", {"data.eval_fraction": 0.1, "data.eval_source": "{files: [a.txt]}"}),
+]
+UNSET = {"data.files": "[]", "data.eval_fraction": "0"}
+
+
+@pytest.mark.parametrize("rule, fields", RULES, ids=[" or ".join(fields) for _, fields in RULES])
+def test_exactly_one(refusal, rule, fields):
+    """Every combination: accepted if the rule allows it, else refused with the rule and the names of the fields."""
+    for given in itertools.product([True, False], repeat=len(fields)):
+        values = {path: value if on else UNSET.get(path, "null") for (path, value), on in zip(fields.items(), given)}
+        message = refusal(*(f"--{path}={value}" for path, value in values.items()))
+        if sum(given) == 1 or (rule == "at most one" and not any(given)):
+            assert message is None, (values, message)
+        else:
+            names = [rule, *(name for path in fields for name in path.split("."))]
+            assert message and not [name for name in names if name not in message], (values, message)
+
+
+@pytest.mark.parametrize("tokens, rows, near", [  # Rows are 512 tokens long.
+    (8192, 16, None), (512, 1, None), (8000, None, "7680 and 8192"), (8193, None, "8192 and 8704"),
+    (100, None, "512"),  # Zero rows are no alternative.
+])
+def test_global_batch_tokens_are_whole_rows(load, refusal, tokens, rows, near):
+    words = "--batch.global_batch_size=null", f"--batch.global_batch_tokens={tokens}"
+    if rows:
+        assert load(*words).global_batch_size == rows
+    else:
+        assert re.search(rf"global_batch_tokens {tokens} .*sequence_length.*; {near}\b", refusal(*words))
+
+
+def test_warmup_fits_into_the_run(refusal):
+    assert re.search(r"optim.warmup_steps 11 .*run.max_steps 10", refusal("--optim.warmup_steps", "11"))
+
+
+# --help, the schema and the shipped configs --------------------------------------------------------------------------
+
+
+def test_every_field_has_one_line_of_documentation():
+    for section in SCHEMA["$defs"].values():
+        for name, field in section["properties"].items():
+            assert re.fullmatch(r"\S.*\.", field.get("description", "")), f"{section['title']}.{name}"
+    assert set(train.config_fields()) == set(FIELDS)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--config", "nope.yaml", "--help"]])
+def test_help_lists_every_field_with_type_default_and_doc(capsys, words):
+    assert train.main(words) == 0
+    blocks = re.split(r"^ *--(?=\w+\.)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    blocks = {path: " ".join(rest) for path, *rest in map(str.split, blocks)}
+    assert list(blocks) == list(FIELDS)
+    for path, field in FIELDS.items():
+        kind, _, rest = blocks[path].partition("default ")
+        assert rest.startswith(f"{json.dumps(field['default'])} {' '.join(field['description'].split())}"), path
+        missing = [name for name in type_names(field) if not re.search(rf"\b{name}\b", kind.replace("null", "None"))]
+        assert not missing, f"--{path}: {missing} not in {kind!r}"
+        assert not re.search(r"typing|Annotated|__main__|train\.|<|class", kind), f"--{path}: {kind!r} is no plain type"
+
+
+REGENERATE = """python -c "import json, train; open('configs/schema.json', 'w').write(\
+json.dumps(train.Config.model_json_schema(), indent=2) + chr(10))\""""
+
+
+def test_schema_is_current():
+    assert (CONFIGS / "schema.json").read_text() == json.dumps(SCHEMA, indent=2) + "\n", f"regenerate it: {REGENERATE}"
+
+
+def test_schema_takes_a_single_string_where_the_script_does():
+    """Otherwise editors mark `files: data/*.txt` as wrong."""
+    for path in "data.files", "run.trackers", "eval.prompts", "model.lora.target_modules":
+        assert {"type": "string"} in FIELDS[path].get("anyOf", []), path
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs(path):
+    """Each is valid, gives its own command, and names the schema by which editors complete and check it."""
+    text = path.read_text()
+    assert train.load_config(["--config", str(path)])[0]
+    assert "# yaml-language-server: $schema=schema.json" in text.splitlines()
+    assert f"train.py --config configs/{path.name}" in text
+
+
+def test_configs_are_shipped():
+    assert (CONFIGS / "small.yaml").exists()

@@ -1,0 +1,357 @@
+"""What goes wrong while training: damaged checkpoints, numbers that are not finite, too little memory, a full disk."""
+
+import contextlib
+import functools
+import itertools
+import re
+import resource
+import shutil
+import subprocess
+import time
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaForCausalLM
+
+import train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(config, finished run): 6 steps of one forward pass each, checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = helpers.tiny_config(folder)
+    config["run"] |= {"max_steps": 6, "save_every": 2, "keep_checkpoints": 9}
+    return config, helpers.run(folder, config)
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of the finished run's folder, in the place where helpers.run(tmp_path, ...) continues it."""
+    return shutil.copytree(whole[1].folder, tmp_path / "run")
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def tensors(folder):
+    """Every tensor of a checkpoint, optimizer state included."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def leftovers(folder):
+    return [path for path in folder.rglob(".*") if path.name != ".lock"]
+
+
+def assert_like_uninterrupted(done, reference):
+    assert same(done.weights, reference.weights)
+    assert done.logged("train/loss") == reference.losses  # Each logged step once.
+    assert done.status == {"status": "finished", "step": 6}
+    assert done.checkpoints == reference.checkpoints
+    for name in done.checkpoints:
+        train.Checkpoints.verify(done.folder / "checkpoints" / name)
+    assert not leftovers(done.folder)
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: -path.stat().st_size // 4])
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, alter, remove])
+@pytest.mark.parametrize("pattern", ["*.safetensors", "manifest.json"])
+def test_damaged_checkpoint_is_passed_over(whole, copy, tmp_path, damage, pattern):
+    folder = copy / "checkpoints" / "step-00000006"
+    file = next(folder.glob(pattern))
+    damage(file)
+    done = helpers.run(tmp_path, whole[0])
+    assert str(file if file.suffix == ".safetensors" else folder) in done.output
+    assert re.search(f"Continuing .*from {copy}/checkpoints/step-00000004", done.output)
+    assert_like_uninterrupted(done, whole[1])
+
+
+def test_all_checkpoints_damaged(whole, copy, tmp_path):
+    for file, damage in zip(sorted(copy.glob("checkpoints/*/*.safetensors")), (truncate, alter, remove)):
+        damage(file)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    done = helpers.run(tmp_path, whole[0], expect=2)
+    assert len(re.findall("^error: ", done.output, re.MULTILINE)) == 1
+    for step in 2, 4, 6:  # Each is named before.
+        assert f"step-0000000{step}" in done.output
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_half_written_files_are_removed(whole, copy, tmp_path):
+    truncate(next(copy.glob("checkpoints/step-00000006/*.safetensors")))
+    for name in "checkpoints/.step-00000006.tmp", "checkpoints/.step-00000005.tmp", ".model.tmp":
+        (copy / name).mkdir()
+        (copy / name / "half.safetensors").write_bytes(b"half")
+    (copy / ".metrics.jsonl.tmp").write_text("half")
+    (copy / ".status.json.tmp").write_text("half")
+    assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+# Numbers that are not finite -----------------------------------------------------------------------------------------
+
+
+def patch_forward(monkeypatch, before=lambda call, ids: None, after=lambda call, logits: logits):
+    """Call `before` and `after` at every training pass of a Llama, with the number of the pass."""
+    forward, calls = LlamaForCausalLM.forward, itertools.count(1)
+
+    @functools.wraps(forward)
+    def patched(self, input_ids, **inputs):
+        if not torch.is_grad_enabled() or isinstance(input_ids, FakeTensor):  # Evaluation, and the count of FLOPs.
+            return forward(self, input_ids, **inputs)
+        before(call := next(calls), input_ids)
+        output = forward(self, input_ids, **inputs)
+        output.logits = after(call, output.logits)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", patched)
+
+
+def in_the_loss(logits):
+    return logits * float("nan")
+
+
+def in_the_gradient(logits):
+    """The loss stays finite."""
+    logits.register_hook(lambda gradient: gradient * float("inf"))
+    return logits
+
+
+def poison(monkeypatch, passes, how):
+    patch_forward(monkeypatch, after=lambda call, logits: how(logits) if call in passes else logits)
+
+
+@pytest.mark.parametrize("how", [in_the_loss, in_the_gradient])
+@pytest.mark.parametrize("log_every", [1, 100])  # Found at the log line, or before the save of a later step.
+def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
+    config, reference = whole
+    with monkeypatch.context() as patch:
+        poison(patch, {5}, how)
+        done = helpers.run(tmp_path, config, "--run.log_every", log_every, expect=1)
+    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    assert "step 5" in message and "step-00000004" in message
+    # The rows of step 5: positions 40 to 49 of the stream of shuffled epochs of 23 rows.
+    stream = np.concatenate([np.random.default_rng([7, epoch]).permutation(23) for epoch in range(3)])
+    named = set(map(int, re.findall(r"\d+", re.search(r"[Rr]ows:? \[([\d, ]+)", message)[1])))
+    assert named and named <= set(stream[40:50].tolist())
+    assert done.checkpoints[-1] == "step-00000004" and not (done.folder / "model").exists()
+    assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
+    assert same(helpers.run(tmp_path, config).weights, reference.weights)
+
+
+@pytest.mark.parametrize("how", [in_the_loss, in_the_gradient])
+def test_not_finite_skip(whole, tmp_path, monkeypatch, how):
+    poison(monkeypatch, {3, 5}, how)
+    done = helpers.run(tmp_path, whole[0], "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2, "--run.save_every", 1)
+    assert done.logged("train/skipped_steps") == [0, 0, 1, 1, 2, 2]
+    saved = [tensors(done.folder / "checkpoints" / name) for name in done.checkpoints]
+    assert [same(a, b) for a, b in itertools.pairwise(saved)] == [False, True, False, True, False]
+    assert all(tensor.isfinite().all() for tensor in saved[-1].values())
+    assert "NaN" not in (done.folder / "metrics.jsonl").read_text()  # It is no JSON.
+
+
+def test_not_finite_gives_up(whole, tmp_path, monkeypatch):
+    poison(monkeypatch, {2, 4, 5, 6}, in_the_loss)
+    done = helpers.run(tmp_path, whole[0], "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2, expect=1)
+    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    assert "step 4" in message and "step-00000002" in message  # Not step 2, which was skipped and survived.
+    assert [line["step"] for line in done.metrics if "train/loss" in line] == [1, 2, 3, 4]
+
+
+def test_overflow(whole, tmp_path):
+    done = helpers.run(tmp_path, whole[0], "--optim.learning_rate", "1e30", expect=1)
+    assert len(re.findall("^error: .*step 2 .*not finite", done.output, re.MULTILINE)) == 1
+    assert not list(done.folder.glob("checkpoints/*"))
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB.")
+
+
+def limit_memory(monkeypatch, rows, where="forward"):
+    """Memory for so many rows in one pass."""
+    def before(call, ids):
+        if where == "forward" and len(ids) > rows:
+            no_memory()
+
+    def after(call, logits):
+        if where == "backward" and len(logits) > rows:
+            logits.register_hook(no_memory)
+        return logits
+
+    patch_forward(monkeypatch, before, after)
+
+
+@pytest.mark.parametrize("rows, where, micro_batch_size", [
+    (1, "forward", 1), (3, "forward", 3), (4, "backward", 4), (7, "forward", 5), (99, "forward", 10)])
+def test_auto_finds_what_fits(whole, tmp_path, monkeypatch, rows, where, micro_batch_size):
+    limit_memory(monkeypatch, rows, where)
+    results = []
+    for name, limit in ("auto", "auto"), ("explicit", min(rows, 10)):
+        (tmp_path / name).mkdir()
+        results.append(helpers.run(tmp_path / name, whole[0], "--batch.max_micro_batch_size", limit))
+    auto, explicit = results
+    assert auto.metrics[0]["plan/micro_batch_size"] == micro_batch_size and auto.metrics[0]["plan/global_batch_size"] == 10
+    assert same(auto.weights, explicit.weights) and auto.losses == explicit.losses
+    for checkpoint in auto.folder.glob("checkpoints/*"):
+        assert train.Checkpoints.verify(checkpoint)["plan"]["micro_batch_size"] == micro_batch_size
+
+
+def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):
+    limit_memory(monkeypatch, 0)
+    done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto", expect=2)
+    assert len(re.findall("^error: .*one row.*data.sequence_length", done.output, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_while_training(whole, tmp_path, monkeypatch, where):
+    limit_memory(monkeypatch, 5, where)
+    done = helpers.run(tmp_path, whole[0], expect=1)
+    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    assert "out of memory" in message and re.search("result (does not change|is the same)", message)
+    advice = re.search(r"batch\.max_micro_batch_size (?:to )?(\d+)", message)[1]  # What to write, and it works:
+    done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", advice)
+    assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
+    assert all(torch.allclose(done.weights[k], v, rtol=0, atol=1e-5) for k, v in whole[1].weights.items())
+
+
+# The disk ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """No file can grow beyond so many bytes, as on a full disk: the write fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_disk_full(done, checkpoints):
+    messages = re.findall("^error: .*", done.output, re.MULTILINE)
+    assert len(messages) == 1 and "Traceback" not in done.output
+    assert re.search("File too large|No space left", messages[0]) and re.search(f"{done.folder}|run folder", messages[0])
+    assert [name for name in done.checkpoints if not name.startswith(".")] == checkpoints
+    for name in checkpoints:
+        train.Checkpoints.verify(done.folder / "checkpoints" / name)
+
+
+def test_disk_full_while_saving(whole, copy, tmp_path):
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    shutil.rmtree(copy / "model")
+    with largest_file(50_000):
+        done = helpers.run(tmp_path, whole[0], expect=1)
+    assert_disk_full(done, ["step-00000002", "step-00000004"])
+    assert not (done.folder / "model").exists()
+    assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_disk_full_while_exporting(whole, copy, tmp_path):
+    shutil.rmtree(copy / "model")
+    (copy / "status.json").write_text('{"status": "running", "step": 6}')
+    with largest_file(50_000):
+        done = helpers.run(tmp_path, whole[0], expect=1)
+    assert_disk_full(done, whole[1].checkpoints)
+    assert not (done.folder / "model").exists()
+    assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_disk_full_while_logging(whole, tmp_path, monkeypatch):
+    learning_rate_at = train.learning_rate_at
+
+    def full_at_step_3(config, step, max_steps):
+        if step == 3:
+            while not (tmp_path / "run" / "checkpoints" / "step-00000002").exists():  # It is saved in the background.
+                time.sleep(0.01)
+            limit.enter_context(largest_file((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10))
+        return learning_rate_at(config, step, max_steps)
+
+    with monkeypatch.context() as patch, contextlib.ExitStack() as limit:
+        patch.setattr(train, "learning_rate_at", full_at_step_3)
+        done = helpers.run(tmp_path, whole[0], expect=1)
+    assert_disk_full(done, ["step-00000002"])
+    assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_disk_really_full(whole, tmp_path):
+    disk = tmp_path / "run"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in (whole[1].folder / "checkpoints" / "step-00000002").iterdir())
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes privileges")
+    try:
+        done = helpers.run(tmp_path, whole[0], expect=1)  # Room for one checkpoint.
+        assert_disk_full(done, ["step-00000002"])
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+# One rank of two -----------------------------------------------------------------------------------------------------
+
+ONE_RANK = """
+import os, runpy, sys, pytest
+sys.path[:0] = {path}
+import test_damage
+if os.environ["RANK"] == "1":
+    {patch}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def launch(tmp_path, monkeypatch, patch, config, *overrides, expect):
+    """Two processes through the launcher, with `patch` executed on rank 1 before train.py."""
+    script = tmp_path / "root" / "train.py"
+    script.parent.mkdir()
+    (script.parent / "accelerate_configs").symlink_to(helpers.ROOT / "accelerate_configs")
+    path = [str(helpers.ROOT / "tests"), str(helpers.ROOT)]
+    script.write_text(ONE_RANK.format(path=path, patch=patch, script=str(helpers.ROOT / "train.py")))
+    monkeypatch.setattr(helpers, "ROOT", script.parent)
+    done = helpers.launch(tmp_path, config, *overrides, processes=2, expect=expect)
+    return done, re.findall("^error: .*", done.output, re.MULTILINE)
+
+
+def test_not_finite_on_one_rank(whole, tmp_path, monkeypatch):
+    patch = "test_damage.poison(pytest.MonkeyPatch(), {3}, test_damage.in_the_loss)"
+    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], expect=1)
+    assert len(messages) == 1 and "step 3" in messages[0]
+    assert done.checkpoints == ["step-00000002"]
+
+
+def test_less_memory_on_one_rank(whole, tmp_path, monkeypatch):
+    patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
+    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], "--batch.max_micro_batch_size", "auto", expect=0)
+    assert not messages and done.metrics[0]["plan/micro_batch_size"] == 2
+    assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
+
+
+def test_out_of_memory_on_one_rank(whole, tmp_path, monkeypatch):
+    done, messages = launch(tmp_path, monkeypatch, "test_damage.limit_memory(pytest.MonkeyPatch(), 2)", whole[0], expect=1)
+    assert len(messages) == 1 and "max_micro_batch_size" in messages[0]
+    assert "Connection closed" not in done.output

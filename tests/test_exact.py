@@ -1,0 +1,78 @@
+"""The promise itself: losses and weights of a plain torch loop with one big batch, however the work is split."""
+
+from itertools import accumulate
+
+import datasets
+import numpy as np
+import pytest
+from helpers import launch, make_rows, run, tiny_config, tiny_model, write_rows
+from reference import shuffled, train_reference
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """The config of all cases, and the plain loop's result for it."""
+    folder = tmp_path_factory.mktemp("exact")
+    config = tiny_config(folder)
+    config["run"]["eval_every"] = 15
+    rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
+    size, steps = config["batch"]["global_batch_size"], config["run"]["max_steps"]
+    order = shuffled(config["run"]["seed"], len(rows), steps * size)
+    did = train_reference(config, lambda step: [rows[i] for i in order[(step - 1) * size : step * size]], held_out)
+
+    # What the comparison is worth: clipping works on some steps, no epoch ends with a step, the model has learned.
+    clipped = [norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms]
+    assert 5 < sum(clipped) < 25 and len(rows) % size and did.losses[-1] < did.losses[0] - 1
+    before = load_file(folder / "start" / "model.safetensors")
+    assert all((did.weights[name] - before[name]).abs().max() > 0.01 for name in before)
+    return config, did
+
+
+# processes (None: in this process), max_micro_batch_size, sync_each_micro_step; then what the plan must be for 10 rows.
+CASES = {
+    "1 process, whole batch": (1, 10, False, {"micro_batch_size": 10, "grad_accum_steps": 1}),
+    "1 process, a row at a time": (None, 1, False, {"micro_batch_size": 1, "grad_accum_steps": 10}),
+    "2 processes": (2, 3, False, {"micro_batch_size": 3, "grad_accum_steps": 2}),
+    "2 processes, sync each micro-step": (2, 2, True, {"micro_batch_size": 2, "grad_accum_steps": 3}),
+    "3 processes, uneven": (3, 2, False, {"micro_batch_size": 2, "grad_accum_steps": 2}),
+    "4 processes, uneven, some without a row": (4, 1, False, {"micro_batch_size": 1, "grad_accum_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_plain_loop(truth, tmp_path, case):
+    config, did = truth
+    processes, limit, sync, plan = CASES[case]
+    overrides = "--batch.max_micro_batch_size", limit, "--batch.sync_each_micro_step", str(sync).lower()
+    done = launch(tmp_path, config, *overrides, processes=processes) if processes else run(tmp_path, config, *overrides)
+
+    planned = {name: done.metrics[0][f"plan/{name}"] for name in plan}  # That it was split as this case says.
+    assert planned == plan and done.metrics[0]["plan/num_processes"] == (processes or 1)
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    assert done.metrics[-2]["train/rows"] == 300
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)  # So any two splits agree to 1e-6.
+    assert done.logged("eval/perplexity")[-1] == pytest.approx(np.exp(did.eval_losses[30]), rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_packed_documents_are_as_if_alone(tmp_path, processes):
+    """Documents that share a row do not see each other, and none predicts the first token of the next.
+
+    One case has learned positions: rotary ones are relative and forgive a document that does not start at 0.
+    """
+    documents, pieces, at = make_rows([5, 7, 20, 1, 9, 16, 3], seed=3), [], 0
+    for ids in (document["input_ids"] for document in documents):
+        edges = [0, *range(16 - at % 16, len(ids), 16), len(ids)]  # The stream of documents is cut at multiples of 16.
+        pieces += [{"input_ids": ids[low:high]} for low, high in zip(edges, edges[1:])]
+        at += len(ids)
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 8
+    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}  # 61 tokens are 4 rows: each step sees all.
+    source = {"path": str(write_rows(tmp_path / "documents", documents)), "format": "tokens"}
+    config["data"] = source | {"packing": "concat", "sequence_length": 16}
+    config["model"] = {"pretrained": str(tiny_model(tmp_path / "start", learned_positions=processes is None))}
+    done = launch(tmp_path, config, processes=processes) if processes else run(tmp_path, config)
+    train_reference(config, lambda step: pieces).check(done)

@@ -1,0 +1,211 @@
+"""Time and throughput by a fake clock. Every duration is another power of two, so that a sum tells which are in it."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import run, tiny_config
+
+import train
+
+TRAINING = "data", "micro_steps", "optimizer"
+STEP = train.Step(rows=np.arange(8), micro_batches=[], target_tokens=500, real_tokens=768, tokens=1024)
+
+
+class Clock:
+    """A meter's clock that moves only when told to."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+        self.meter = train.Meter(clock=lambda: self.now, started=now)
+
+    def spend(self, **seconds):
+        """Enter each phase in turn and stay for so long."""
+        for phase, duration in seconds.items():
+            self.meter.enter(phase)
+            self.now += duration
+
+    def step(self, data=1.0, micro_steps=1.0, optimizer=1.0, step=STEP):
+        self.spend(data=data, micro_steps=micro_steps, optimizer=optimizer)
+        self.meter.count(step)
+
+    def rates(self, num_processes=1, flops_per_token=6.0, peak_flops=None):
+        return {key.removeprefix("perf/"): value
+                for key, value in self.meter.rates(num_processes, flops_per_token, peak_flops).items()}
+
+    def seconds(self):
+        return {key[8:-8]: value for key, value in self.meter.summary().items() if key.endswith("_seconds")}
+
+
+def test_every_second_is_booked_to_exactly_one_phase():
+    clock = Clock()
+    clock.now += 1  # Starting up.
+    clock.step(2, 4, 8)  # The first step of a launch is warmup.
+    clock.spend(logging=16)
+    clock.step(32, 64, 128)
+    clock.spend(evaluation=256, sampling=512, checkpoint=1024)
+    clock.step(2048, 4096, 8192)
+    clock.spend(logging=16384)
+    assert clock.seconds() == {
+        "startup": 1, "warmup": 2 + 4 + 8, "data": 32 + 2048, "micro_steps": 64 + 4096, "optimizer": 128 + 8192,
+        "evaluation": 256, "sampling": 512, "checkpoint": 1024, "logging": 16 + 16384, "wall": 32767}
+    # Two steps were timed; what the user pays also has the rest of the wall clock in it.
+    summary = clock.meter.summary()
+    assert summary["summary/tokens_per_second"] == 2 * 1024 / (32 + 64 + 128 + 2048 + 4096 + 8192)
+    assert summary["summary/goodput_tokens_per_second"] == 2 * 1024 / 32767
+
+
+def test_parts_sum_to_the_wall_clock_at_any_moment():
+    """Inside a phase, after rates() and summary(), for phases entered twice or for no time."""
+    clock, rng = Clock(5.0), np.random.default_rng(0)
+    for _ in range(200):
+        clock.spend(**{rng.choice(["logging", "checkpoint", *TRAINING]): float(rng.integers(0, 9))})
+        if rng.random() < 0.3:
+            clock.meter.count(STEP)
+        if rng.random() < 0.3:
+            clock.rates()
+        *parts, wall = clock.seconds().values()
+        assert sum(parts) == wall == clock.now - 5.0
+
+
+def test_enter_returns_the_phase_that_ends():
+    """So that a checkpoint in the middle of anything can give the clock back."""
+    meter = train.Meter(clock=lambda: 0.0)
+    assert [meter.enter(phase) for phase in ("data", "checkpoint", "data")] == ["startup", "data", "checkpoint"]
+
+
+def test_time_before_the_meter_existed_is_startup():
+    """Importing the libraries takes seconds of the user's time."""
+    meter = train.Meter(clock=lambda: 100.0, started=90.0)
+    assert meter.summary()["summary/startup_seconds"] == meter.summary()["summary/wall_seconds"] == 10.0
+
+
+def test_rates_of_a_window():
+    """Two steps of 8 rows, 1,024 slots and 768 real tokens in 4 + 16 + 12 = 32 s on 4 devices."""
+    clock = Clock()
+    clock.step(999, 999, 999)
+    clock.rates()
+    clock.step(1, 6, 5)
+    clock.step(3, 10, 7)
+    assert clock.rates(num_processes=4, flops_per_token=1e9, peak_flops=48e9) == {
+        "tokens_per_second": 2048 / 32,
+        "tokens_per_second_per_device": 2048 / 32 / 4,
+        "micro_step_tokens_per_second_per_device": 2048 / 16 / 4,  # XTuner's TGS: while the device computes.
+        "real_tokens_per_second": 1536 / 32,
+        "rows_per_second": 16 / 32,
+        "step_seconds": 16.0,
+        "data_seconds": 2.0,
+        "mfu": 0.25,  # 1536 x 1e9 / 32 s = 48e9 FLOP/s, a quarter of 4 x 48e9: padding is no useful work.
+    }
+
+
+def test_mfu_is_unknown_where_the_peak_is():
+    clock = Clock()
+    clock.step()
+    clock.step()
+    assert clock.rates(peak_flops=None)["mfu"] is None
+
+
+def test_windows_do_not_overlap():
+    clock = Clock()
+    clock.step()
+    for seconds in 1.0, 4.0:
+        clock.step(seconds, seconds, 2 * seconds)
+        assert clock.rates()["tokens_per_second"] == 1024 / (4 * seconds)
+    assert clock.meter.summary()["summary/tokens_per_second"] == 2 * 1024 / (4 + 16)
+
+
+def test_a_window_without_a_step_has_no_rates():
+    clock = Clock()
+    assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Before any step.
+    clock.step()
+    assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Only the warmup step.
+    clock.step()
+    assert None not in clock.rates(peak_flops=1e12).values()
+    clock.spend(data=64)
+    assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Nothing since.
+
+
+def test_warmup_is_the_first_step_only_and_in_no_rate():
+    """It compiles and fills memory pools: an hour of it must not show in the rates after it."""
+    slow, fast = Clock(), Clock()
+    slow.step(3600, 3600, 3600)
+    fast.step(1, 1, 1)
+    for clock in slow, fast:
+        clock.step(1, 2, 1)
+    assert slow.rates() == fast.rates() and slow.rates()["step_seconds"] is None
+    assert slow.seconds()["warmup"] == 3 * 3600
+
+
+@pytest.mark.parametrize("phase", ["evaluation", "sampling", "checkpoint", "logging", "startup"])
+def test_other_work_changes_no_rate(phase):
+    """The same steps, with an hour of something else after each and in the middle of one."""
+    plain, broken = Clock(), Clock()
+    for clock in plain, broken:
+        for _ in range(3):
+            clock.spend(data=1, micro_steps=2)
+            if clock is broken:
+                before = clock.meter.enter(phase)
+                clock.now += 3600
+                clock.meter.enter(before)
+            clock.step(1, 2, 4)
+            if clock is broken:
+                clock.spend(**{phase: 3600})
+    assert plain.rates(2, 6.0, 1e12) == broken.rates(2, 6.0, 1e12)
+    assert broken.seconds()[phase] - plain.seconds().get(phase, 0) == 6 * 3600
+
+
+def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
+    """Through main(), where totals of the whole run are at hand: 10 rows of 24 slots in every window of one step, in
+    the second launch as in the first, and none in the window of a launch's first step."""
+    config = tiny_config(tmp_path)
+    config["data"]["packing"] = "concat"  # All rows are full, but for the last one, which is padded to its neighbours.
+    config["optim"]["warmup_steps"] = 0
+    for first, last in (1, 3), (4, 6):
+        done = run(tmp_path, config, "--run.max_steps", last)
+        logged = {line["step"]: line for line in done.metrics if "perf/step_seconds" in line}
+        assert list(logged) == list(range(1, last + 1)) and logged[last]["train/rows"] == 10 * last
+        rates = [(logged[step]["perf/tokens_per_second"], logged[step]["perf/rows_per_second"],
+                  logged[step]["perf/step_seconds"]) for step in range(first, last + 1)]
+        assert rates[0] == (None, None, None)
+        for tokens, rows, seconds in rates[1:]:
+            assert (tokens * seconds, rows * seconds) == pytest.approx((240, 10))
+        summary = {key[8:]: value for key, value in done.metrics[-1].items() if key.startswith("summary/")}
+        busy = sum(summary[f"{phase}_seconds"] for phase in TRAINING)
+        assert summary["tokens_per_second"] * busy == pytest.approx(2 * 240)
+        parts = sum(value for key, value in summary.items() if key.endswith("_seconds")) - summary["wall_seconds"]
+        assert parts == pytest.approx(summary["wall_seconds"])
+
+
+# Peak FLOP/s ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_peak_is_guessed_for_a_cpu():
+    for precision in "no", "bf16", "fp16", "fp8":
+        assert train.peak_flops(torch.device("cpu"), precision, train.Perf()) is None
+
+
+def test_peak_of_the_config_overrides_the_table(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    for device in "cpu", "cuda":
+        assert train.peak_flops(torch.device(device), "bf16", train.Perf(peak_tflops=123)) == 123e12
+
+
+@pytest.mark.parametrize("name, precision, tflops", [  # From the datasheets, without sparsity.
+    ("NVIDIA H200", "bf16", 989), ("NVIDIA H200", "fp8", 1979), ("NVIDIA H200", "no", 67),
+    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA B200", "bf16", 2250), ("NVIDIA L40S", "bf16", 362),
+    ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100 80GB PCIe", "fp16", 312),
+    ("NVIDIA A100-SXM4-80GB", "fp8", None), ("NVIDIA L4", "bf16", 121), ("Some Future Device", "bf16", None),
+])
+def test_known_peaks(monkeypatch, name, precision, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    assert train.peak_flops(torch.device("cuda"), precision, train.Perf()) == (tflops and tflops * 1e12)
+
+
+@pytest.mark.parametrize("name, precision, tflops", [
+    ("NVIDIA L40", "bf16", 181), ("NVIDIA T400 4GB", "fp16", None), ("NVIDIA GB200", "bf16", 2500),
+    ("NVIDIA H100 NVL", "bf16", 835), ("NVIDIA H100 PCIe", "bf16", 756), ("Tesla V100-PCIE-16GB", "fp16", 112),
+])
+def test_a_device_is_not_taken_for_one_of_a_like_name(monkeypatch, name, precision, tflops):
+    """Part of each of these names is in the table. Its own number or none is right, a neighbour's is a guess."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    assert train.peak_flops(torch.device("cuda"), precision, train.Perf()) in (None, tflops and tflops * 1e12)

@@ -1,0 +1,246 @@
+"""The batch plan: exact for any global batch, number of processes and memory limit, and printable for any of them.
+
+The expected numbers are arithmetic, done by hand beside each row of the table.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+
+# rows, processes, limit, tokens per row, group -> data-parallel ranks, rows per micro-batch, micro-steps
+TABLE = {
+    "one row": ((1, 1, 1, 512, 1), (1, 1, 1)),
+    "memory to spare is not filled": ((1, 1, 64, 512, 1), (1, 1, 1)),
+    "all rows fit": ((16, 1, 16, 512, 1), (1, 16, 1)),
+    "one row too many: two passes of 8, not 15 + 1": ((16, 1, 15, 512, 1), (1, 8, 2)),
+    "room for one row": ((16, 1, 1, 512, 1), (1, 1, 16)),
+    "odd: 9 + 8": ((17, 1, 16, 512, 1), (1, 9, 2)),
+    "prime: 4 + 3 + 3 + 3": ((13, 1, 4, 512, 1), (1, 4, 4)),
+    "two ranks": ((16, 2, 8, 512, 1), (2, 8, 1)),
+    "a row per rank": ((8, 8, 8, 512, 1), (8, 1, 1)),
+    "half a row per rank": ((4, 8, 8, 512, 1), (8, 1, 1)),
+    "one row for eight ranks": ((1, 8, 2, 512, 1), (8, 1, 1)),
+    "a row more than ranks": ((9, 8, 8, 512, 1), (8, 2, 1)),
+    "a row more than ranks, room for one": ((9, 8, 1, 512, 1), (8, 1, 2)),
+    "MuseV: 224 / 16 = 14 = 2 x 7": ((224, 16, 8, 512, 1), (16, 7, 2)),
+    "MuseV with room for exactly 7": ((224, 16, 7, 512, 1), (16, 7, 2)),
+    "MuseV with room for 6: 5 + 5 + 4": ((224, 16, 6, 512, 1), (16, 5, 3)),
+    "MuseV on 8: 28 = 4 x 7": ((224, 8, 8, 512, 1), (8, 7, 4)),
+    "MuseV on 2: 112 = 14 x 8": ((224, 2, 8, 512, 1), (2, 8, 14)),
+    "TorchTitan: 2 rows x 2048 tokens x 4 devices": ((8, 4, 2, 2048, 1), (4, 2, 1)),
+    "nanoGPT: 12 rows x 5 micro-steps x 8 devices": ((480, 8, 12, 1024, 1), (8, 12, 5)),
+    "nanoGPT on one device: 40 micro-steps": ((480, 1, 12, 1024, 1), (1, 12, 40)),
+    "build-nanogpt: 524,288 tokens, 64 rows per device": ((512, 8, 64, 1024, 1), (8, 64, 1)),
+    "build-nanogpt on one device with 16 rows": ((512, 1, 16, 1024, 1), (1, 16, 32)),
+    "100 on 8: ranks of 13 or 12": ((100, 8, 16, 512, 1), (8, 13, 1)),
+    "100 on 8 in two passes of 7 or 6": ((100, 8, 8, 512, 1), (8, 7, 2)),
+    "100 on 8 in four passes of 4 or 3": ((100, 8, 4, 512, 1), (8, 4, 4)),
+    "100 on 7: ranks of 15 or 14": ((100, 7, 8, 512, 1), (7, 8, 2)),
+    "16 on 7: ranks of 3 or 2": ((16, 7, 16, 512, 1), (7, 3, 1)),
+    "10 on 3: ranks of 4 or 3": ((10, 3, 2, 512, 1), (3, 2, 2)),
+    "12 on 5: ranks of 3 or 2": ((12, 5, 2, 512, 1), (5, 2, 2)),
+    "a thousand devices": ((4096, 1024, 4, 8192, 1), (1024, 4, 1)),
+    "groups of 2 of 8 processes": ((100, 8, 8, 512, 2), (4, 7, 4)),  # 25 rows per group: four passes of 7 or 6
+    "all processes are one group": ((16, 8, 4, 512, 8), (1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("given, expected", TABLE.values(), ids=TABLE)
+def test_known_plans(given, expected):
+    rows, processes, limit, length, group = given
+    plan = train.plan_batch(rows, limit, processes, length, group)
+    assert plan == train.Plan(processes, expected[0], rows, *expected[1:], length)
+    assert plan.tokens_per_step == rows * length
+
+
+@pytest.mark.parametrize("name, tokens", [("TorchTitan", 16_384), ("nanoGPT", 491_520), ("build-nanogpt", 524_288)])
+def test_tokens_per_step_of_well_known_scripts(name, tokens):
+    """Each states its tokens per step; ours has them however many devices share the work."""
+    plans = [train.plan_batch(*given) for label, (given, _) in TABLE.items() if label.startswith(name)]
+    assert {plan.tokens_per_step for plan in plans} == {tokens}
+
+
+@pytest.mark.parametrize("sp", [1, 2, 4, 8])
+def test_sequence_parallel_trades_ranks_for_accumulation(sp):
+    """XTuner: tokens = batch_size x n_gpus x (max_length / sp_size) x accumulative_counts, so doubling sp_size doubles
+    accumulative_counts. Here 1 row x 8 devices x 32,768 tokens x 16 = 4,194,304."""
+    plan = train.plan_batch(128, 1, 8, 32_768, group=sp)
+    assert (plan.data_parallel_size, plan.grad_accum_steps) == (8 // sp, 16 * sp)
+    assert 1 * 8 * (32_768 // sp) * plan.grad_accum_steps == plan.tokens_per_step == 4_194_304
+
+
+@pytest.mark.parametrize("processes, group", [(1, 2), (3, 2), (6, 4), (8, 16)])
+def test_processes_that_form_no_groups_are_refused(processes, group):
+    with pytest.raises(train.UserError, match=rf"{processes} process.*groups of {group}.*multiple of {group}"):
+        train.plan_batch(16, 4, processes, 512, group)
+
+
+def test_ten_rows_on_three_ranks():
+    """At most 4 rows per rank and 2 per pass: pieces of 2, 2, 2, 2, 1, 1 rows, the last three dealt in reverse."""
+    plan = train.plan_batch(10, 2, 3, 512)
+    assert plan.micro_batches(0) == [slice(0, 2), slice(9, 10)]
+    assert plan.micro_batches(1) == [slice(2, 4), slice(8, 9)]
+    assert plan.micro_batches(2) == [slice(4, 6), slice(6, 8)]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)  # The same examples on every machine.
+@given(rows=st.integers(1, 2000), ranks=st.integers(1, 96), limit=st.integers(1, 70), group=st.integers(1, 3))
+def test_micro_batches_partition_the_step(rows, ranks, limit, group):
+    plan = train.plan_batch(rows, limit, ranks * group, 512, group)
+    dealt = [[list(range(rows))[piece] for piece in plan.micro_batches(rank)] for rank in range(ranks)]
+    assert plan.data_parallel_size == ranks
+    assert sorted(row for pieces in dealt for piece in pieces for row in piece) == list(range(rows))
+    assert {len(pieces) for pieces in dealt} == {plan.grad_accum_steps}
+    sizes = [len(piece) for pieces in dealt for piece in pieces]
+    assert max(sizes) == plan.micro_batch_size <= limit and max(sizes) - min(sizes) <= 1
+    totals = [sum(map(len, pieces)) for pieces in dealt]
+    assert max(totals) - min(totals) <= 1
+    # Memory first: one pass less would not fit on the rank with the most rows.
+    assert (plan.grad_accum_steps - 1) * limit < max(totals) <= plan.grad_accum_steps * limit
+    # While the ranks with fewer rows wait, ranks * max(totals) rows could have been processed.
+    assert plan.idle_share == pytest.approx(float(1 - Fraction(rows, ranks * max(totals))))
+
+
+def test_sorted_rows_are_dealt_evenly():
+    """Of rows as long as their index, every rank gets the same number of tokens: what the first rank has less in one
+    micro-step it has more in the next. Dealt in one direction only, the last rank would have 8 x 3 x 16 more."""
+    plan = train.plan_batch(256, 8, 4, 512)
+    lengths = np.arange(256)
+    tokens = [sum(lengths[piece].sum() for piece in plan.micro_batches(rank)) for rank in range(4)]
+    assert plan.grad_accum_steps == 8 and tokens == [255 * 256 / 2 / 4] * 4
+
+
+def test_ranks_wait_little_and_pad_little():
+    """The micro-batches of one micro-step are neighbours in the sorted order, so ranks that wait for each other have
+    like work; and a micro-batch holds rows of like lengths, so it is mostly real tokens."""
+    plan, rng = train.plan_batch(128, 8, 4, 4096), np.random.default_rng(0)
+    for step in range(plan.grad_accum_steps):
+        band = sorted((plan.micro_batches(rank)[step] for rank in range(4)), key=lambda piece: piece.start)
+        assert (band[0].start, band[-1].stop) == (step * 32, step * 32 + 32)
+        assert all(left.stop == right.start for left, right in zip(band, band[1:]))
+
+    def real_share(lengths):
+        pieces = [lengths[piece] for rank in range(4) for piece in plan.micro_batches(rank)]
+        return lengths.sum() / sum(len(piece) * piece.max() for piece in pieces)
+
+    batches = rng.lognormal(sigma=0.8, size=(200, 128))
+    assert np.mean([real_share(np.sort(lengths)) for lengths in batches]) > 0.8
+    assert np.mean([real_share(lengths) for lengths in batches]) < 0.45  # What sorting is worth.
+
+
+# --plan --------------------------------------------------------------------------------------------------------------
+
+# Nothing that this names exists here: neither data, tokenizer, weights, attention kernel nor a device for bfloat16.
+ABSENT = {
+    "run": {"output_dir": "absent/run", "max_tokens": 10**12, "init_from": "absent/checkpoint", "trackers": ["wandb"]},
+    "batch": {"global_batch_size": 16, "max_micro_batch_size": 4},
+    "data": {"path": "nobody/no-data", "tokenizer": "nobody/no-tokenizer", "sequence_length": 4096},
+    "model": {"pretrained": "nobody/no-model", "attention": "flash_attention_3", "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture
+def plans(tmp_path, capsys, monkeypatch):
+    """Runs --plan where nothing can be loaded. Returns the table, a dict per line, and all that was printed."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("--plan must not touch data, weights or a device")
+
+    for owner in transformers.AutoConfig, transformers.AutoTokenizer:
+        monkeypatch.setattr(owner, "from_pretrained", refuse)
+    for owner, name in (datasets, "load_dataset"), (torch.nn.Module, "__init__"), (torch.cuda, "_lazy_init"):
+        monkeypatch.setattr(owner, name, refuse)
+    monkeypatch.setattr(train, "Accelerator", refuse)
+    monkeypatch.chdir(tmp_path)
+
+    def plans(*counts, status=0, **changes):
+        config = {section: values | changes.get(section, {}) for section, values in ABSENT.items()}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        assert train.main(["--config", "config.yaml", "--plan", *map(str, counts)]) == status
+        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]  # Not even an empty run folder.
+        printed = capsys.readouterr()
+        lines = [re.split(r" {2,}", line.strip()) for line in printed.out.splitlines()]
+        table = [dict(zip(lines[0], line)) for line in lines[1:] if len(line) == len(lines[0])] if lines else []
+        return table, printed.out + printed.err
+
+    return plans
+
+
+def numbers(line, *columns):
+    return tuple(int(line[column].replace(",", "")) for column in columns)
+
+
+def test_plan_table(plans):
+    table, _ = plans(1, 2, 3, 8, 16, 64)
+    columns = "processes", "data-parallel", "micro-batch", "accumulation", "tokens/step"
+    assert [numbers(line, *columns) for line in table] == [  # 16 rows x 4,096 tokens
+        (1, 1, 4, 4, 65_536), (2, 2, 4, 2, 65_536), (3, 3, 3, 2, 65_536),
+        (8, 8, 2, 1, 65_536), (16, 16, 1, 1, 65_536), (64, 64, 1, 1, 65_536)]
+    # On 3, the ranks of 5 rows wait for that of 6: 2 of 18. On 64, 48 of 64 have nothing to do.
+    assert [float(line["idle"].rstrip("%")) for line in table] == [0, 0, 11.1, 0, 0, 75]
+
+
+@pytest.mark.parametrize(
+    "rows, processes, sizes, counts",
+    [
+        (100, 8, {96, 104}, {5, 10}),  # divisors of 100 around 8
+        (16, 7, {14, 21}, {4, 8}),
+        (3, 8, {8}, {3}),  # Nothing is below 8 rows on 8 ranks but 0, and no more processes than rows are even.
+        (13, 4, {12, 16}, {1, 13}),
+        (1000, 33, {990, 1023}, {25, 40}),
+    ],
+)
+def test_plan_names_the_nearest_even_alternatives(plans, rows, processes, sizes, counts):
+    (line,), _ = plans(processes, batch={"global_batch_size": rows})
+    for noun, near in ("rows", sizes), ("processes", counts):
+        named = re.search(rf"([\d, or]+) {noun}", line["nearest even"]).group(1)
+        assert {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", named)} == near
+
+
+def test_plan_of_even_splits_names_no_alternative(plans):
+    table, _ = plans(1, 2, 4, 8, 16)
+    assert not any(re.search(r"\d", line["nearest even"]) for line in table)
+
+
+def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
+    """accelerate passes parallelism on in the environment: 8 processes in groups of 2 are 4 ranks, 6 are 3."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    table, _ = plans(8, 6)
+    assert [numbers(line, "processes", "data-parallel", "accumulation") for line in table] == [(8, 4, 1), (6, 3, 2)]
+    assert "4 or 8 processes" in table[1]["nearest even"]  # 2 or 4 groups share 16 rows evenly.
+    _, printed = plans(8, 3, status=2)
+    assert "3 processes do not form groups of 2" in printed
+
+
+def test_plan_of_an_automatic_limit_says_what_it_assumes(plans):
+    table, printed = plans(1, 4, batch={"max_micro_batch_size": "auto"})
+    assert [numbers(line, "micro-batch", "accumulation") for line in table] == [(16, 1), (4, 1)]
+    assert re.search(r"max_micro_batch_size is auto.*fit", printed)
+
+
+def test_plan_counts_tokens_where_the_config_does(plans):
+    (line,), _ = plans(2, batch={"global_batch_size": None, "global_batch_tokens": 6 * 4096})
+    assert numbers(line, "micro-batch", "accumulation", "tokens/step") == (3, 1, 24_576)
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (4, 0), ("1,2",), ("-1",), ("many",), ("1.5",), ("²",)])
+def test_plan_takes_process_counts_only(plans, counts):
+    table, printed = plans(*counts, status=2)
+    assert not table and printed.startswith("error: ")
+
+
+def test_huge_plans_are_instant():
+    """Arithmetic, not a search: a step of a million rows on ten thousand ranks, and all its slices on one rank."""
+    plan = train.plan_batch(1_000_000, 1, 9_999, 8192)
+    assert len(plan.micro_batches(5)) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)

@@ -1,0 +1,255 @@
+"""A run that is stopped in any way and continued on any number of processes is the run that was never stopped."""
+
+import contextlib
+import json
+import shutil
+import signal
+import time
+import zlib
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, write_rows
+from reference import learning_rate, shuffled, train_reference
+
+STEPS = list(range(1, 31))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The config of this file, and the run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = tiny_config(folder)
+    config["run"]["save_every"] = 5
+    return config, run(folder, config)
+
+
+@pytest.fixture
+def again(whole, tmp_path):
+    """The config and a copy of the finished run, to be continued."""
+    config, done = whole
+    shutil.copytree(done.folder, tmp_path / "run")
+    return config, Done(0, "", tmp_path / "run")
+
+
+def assert_same(done: Done, other: Done) -> None:
+    """Every step is logged once, with the losses and the final weights of the other run."""
+    assert [line["step"] for line in done.metrics if "train/loss" in line] == STEPS
+    np.testing.assert_allclose(done.losses, other.losses, rtol=1e-6)
+    assert difference(done.weights, other.weights) < 1e-5
+
+
+def wait_for_step(process, done: Done, launches: int, step: int = 0) -> None:
+    """Return while launch number `launches` of a run goes on: when it has done a step of its own and reached `step`."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # A line may be half written.
+            began, last = done.launches, done.metrics[-1]["step"]
+            if len(began) == launches and last > began[-1] and last >= step:
+                return
+        time.sleep(0.02)
+    kill_tree(process)
+    raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
+
+
+def test_stopped_in_every_way(whole, tmp_path):
+    """kill -9 at step 13 on 2 processes, SIGTERM on 3, SIGTERM to the launcher of 1, SIGTERM to 1 without; 2 finish."""
+    config, done = whole[0], Done(0, "", tmp_path / "run")
+    # Evaluating and sampling after each step gives the time to signal in the middle, and must not change the weights.
+    slow = "--run.eval_every", 1, "--eval.max_new_tokens", 60, "--eval.prompts"
+
+    process = start(tmp_path, config, *slow, "[a, b]", processes=2)
+    wait_for_step(process, done, 1, 13)
+    kill_tree(process)
+    process.wait()
+    assert done.status["status"] == "running"  # Nobody was left to write anything else.
+    saved = [name for name in done.checkpoints if not name.startswith(".")][-1]
+    assert 13 <= len(done.losses) < 20 and saved in ("step-00000010", "step-00000015")
+
+    process = start(tmp_path, config, *slow, "[a, b]", processes=3)
+    wait_for_step(process, done, 2, 15)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    stopped = done.status["step"]
+    assert "Continuing" in output and str(done.folder / "checkpoints" / saved) in output and process.returncode
+    assert done.status["status"] == "stopped" and done.checkpoints[-1] == f"step-{stopped:08d}"
+    assert 15 <= stopped < 25 and len(done.losses) == stopped  # Nothing done is lost, and none of it is logged twice.
+
+    # The launcher of a single process dies without passing the signal on. The next run, started at once, has to wait
+    # until the orphan has noticed, saved and let go of the folder.
+    orphaned = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=1)
+    wait_for_step(orphaned, done, 3)
+    orphaned.send_signal(signal.SIGTERM)
+    orphaned.wait(timeout=10)
+    process = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=None)
+    wait_for_step(process, done, 4)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "Stopped by" in orphaned.communicate(timeout=10)[0] and "Stopped by SIGTERM" in output
+    assert process.returncode == 0 and done.status["status"] == "stopped" and stopped + 2 <= done.status["step"] < 30
+
+    finished = launch(tmp_path, config, processes=2)
+    assert finished.status == {"status": "finished", "step": 30}
+    assert_same(finished, whole[1])
+
+
+def test_finished_and_started_again(again):
+    """Says so and leaves the model alone, here on 2 processes."""
+    config, before = again
+    model, losses = (before.folder / "model" / "model.safetensors").read_bytes(), before.losses
+    done = launch(before.folder.parent, config, processes=2)
+    said = done.output.replace(str(done.folder.parent), "").lower()  # The folder has the name of this test.
+    assert "finished" in said and "30" in said
+    assert (done.folder / "model" / "model.safetensors").read_bytes() == model
+    assert done.status == {"status": "finished", "step": 30} and done.losses == losses
+
+
+def test_killed_between_the_last_checkpoint_and_the_export(whole, again):
+    config, before = again
+    shutil.rmtree(before.folder / "model")
+    (before.folder / "status.json").write_text('{"status": "running", "step": 0}')
+    done = run(before.folder.parent, config)
+    assert done.status == {"status": "finished", "step": 30}
+    assert_same(done, whole[1])
+
+
+def test_run_folder(whole):
+    """Two checkpoints are kept, and their manifests say what was done, on what and with what."""
+    config, done = whole
+    assert done.status == {"status": "finished", "step": 30}
+    assert done.checkpoints == ["step-00000025", "step-00000030"]
+    rows = list(datasets.load_from_disk(config["data"]["path"]))
+    for step, folder in zip((25, 30), sorted((done.folder / "checkpoints").iterdir())):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        batches = np.reshape(shuffled(7, len(rows), 10 * step), (step, 10))
+        lengths = np.array([len(row["input_ids"]) for row in rows])[batches]
+        targets = np.array([sum(label != -100 for label in row["labels"][1:]) for row in rows])[batches]
+        seen = {"step": step, "rows": 10 * step, "tokens": 10 * lengths.max(1).sum(), "real_tokens": lengths.sum(),
+                "target_tokens": targets.sum()}
+        assert {name: manifest[name] for name in seen} == seen
+        plan = {"num_processes": 1, "global_batch_size": 10, "micro_batch_size": 10, "grad_accum_steps": 1}
+        assert manifest["plan"].items() >= plan.items()
+        assert manifest["versions"]["torch"] == torch.__version__
+        assert all(manifest["config"][section].items() >= config[section].items() for section in ("batch", "optim"))
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+        assert manifest["files"] == {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
+    resolved = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert resolved["optim"].items() >= config["optim"].items() and resolved["versions"] == manifest["versions"]
+    assert resolved["data"]["num_workers"] == 0  # A default, too, is resolved.
+
+
+def test_extended(again):
+    """A finished run may be made longer; the schedule is then that of the longer run, which is said."""
+    config, before = again
+    done = run(before.folder.parent, config, "--run.max_steps", 40)
+    assert any("schedule" in line and "30" in line and "40" in line for line in done.output.splitlines())
+    assert [line["step"] for line in done.metrics if "train/loss" in line] == [*STEPS, *range(31, 41)]
+    expected = [learning_rate(config["optim"], step, 40) for step in range(31, 41)]
+    assert done.logged("train/learning_rate")[30:] == pytest.approx(expected, rel=1e-12)
+    assert done.status == {"status": "finished", "step": 40}
+
+
+def test_changed_mathematics_is_refused(again, tmp_path):
+    """With everything that differs, both ways out, and without a trace in the run folder."""
+    config, before = again
+    changes = {
+        "batch.global_batch_size": (10, 5), "data.sequence_length": (24, 20), "data.packing": ("none", "concat"),
+        "data.path": (config["data"]["path"], str(tmp_path)), "run.seed": (7, 8), "optim.learning_rate": (0.005, 0.001),
+        "optim.schedule": ("cosine", "linear"), "optim.max_grad_norm": (1.1, None), "optim.weight_decay": (0.1, 0.2),
+        "model.pretrained": (config["model"]["pretrained"], str(tmp_path)), "model.dtype": ("float32", "bfloat16"),
+    }
+    contents = {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()}
+    overrides = [word for path, (_, now) in changes.items() for word in (f"--{path}", json.dumps(now))]
+    done = run(tmp_path, config, *overrides, expect=2)
+    for path, values in changes.items():
+        line = next(line for line in done.output.splitlines() if path in line)
+        assert all(repr(value) in line for value in values)
+    assert "run.output_dir" in done.output and "--run.allow_changes true" in done.output
+    assert {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()} == contents
+
+
+def test_changed_data_is_refused(tmp_path):
+    """Other tokens in the same place under the same config: told by the fingerprint."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    run(tmp_path, config)
+    rows = list(datasets.load_from_disk(config["data"]["path"], keep_in_memory=True))
+    rows[3]["input_ids"][0] += 1
+    shutil.rmtree(config["data"]["path"])
+    write_rows(tmp_path / "rows", rows)
+    done = run(tmp_path, config, "--run.max_steps", 6, expect=2)
+    assert "data" in done.output.replace(str(tmp_path), "")
+    assert "run.output_dir" in done.output and "--run.allow_changes true" in done.output
+    assert run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "true").status["step"] == 6
+
+
+def test_harmless_changes_and_a_chosen_checkpoint(whole, again):
+    """From step 25, chosen by its path, with all that may change changed: the same weights."""
+    config, before = again
+    chosen = before.folder / "checkpoints" / "step-00000025"
+    harmless = {
+        "run.resume": chosen, "run.log_every": 2, "run.eval_every": 3, "run.save_every": 2, "run.keep_checkpoints": 1,
+        "batch.max_micro_batch_size": 3, "batch.sync_each_micro_step": "true", "data.num_workers": 1,
+        "model.attention": "eager", "model.gradient_checkpointing": "true", "eval.max_rows": 4,
+    }
+    done = run(before.folder.parent, config, *(word for path, now in harmless.items() for word in (f"--{path}", now)))
+    assert str(chosen) in done.output and done.checkpoints == ["step-00000030"]
+    assert [line["step"] for line in done.metrics if "train/loss" in line] == [*range(1, 26), 26, 28, 30]
+    assert difference(done.weights, whole[1].weights) < 1e-5
+
+
+def test_changes_that_are_insisted_on(again, tmp_path):
+    """allow_changes continues with the config's values, not with those that lie in the checkpoint's optimizer."""
+    config, before = again
+    weights = []
+    for weight_decay in (0.1, 0.9):
+        done = run(tmp_path, config, "--run.resume", before.folder / "checkpoints" / "step-00000025",
+                   "--optim.learning_rate", 0.001, "--optim.weight_decay", weight_decay, "--run.allow_changes", "true")
+        weights.append(done.weights)
+    expected = [learning_rate(config["optim"] | {"learning_rate": 0.001}, step, 30) for step in range(26, 31)]
+    assert done.logged("train/learning_rate")[25:] == pytest.approx(expected, rel=1e-12)
+    assert difference(*weights) > 1e-5
+
+
+def test_damaged_checkpoint_is_passed_over(whole, again):
+    config, before = again
+    checkpoints = before.folder / "checkpoints"
+    damaged = max((checkpoints / "step-00000030").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    (checkpoints / ".step-00000035.tmp").mkdir()  # What a kill during a save leaves behind.
+    done = run(before.folder.parent, config)
+    assert str(damaged) in done.output and done.launches == [0, 25]
+    assert done.checkpoints == ["step-00000025", "step-00000030"]  # Written anew, and the leftover is gone.
+    assert_same(done, whole[1])
+
+
+def test_init_from(whole, tmp_path):
+    """A new run from a checkpoint's weights: step 1, warmup, a fresh optimizer, as the plain loop from that model."""
+    config, first = whole
+    weights = str(first.folder / "checkpoints" / "step-00000030")
+    config = config | {"run": config["run"] | {"init_from": weights, "seed": 8}}
+    rows = list(datasets.load_from_disk(config["data"]["path"]))
+    order = shuffled(8, len(rows), 300)
+    start_model = {"model": {"pretrained": str(first.folder / "model")}}
+    truth = train_reference(config | start_model, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]])
+    done = run(tmp_path, config)
+    truth.check(done)
+
+    # Started again after an interruption, the run continues itself and does not begin anew.
+    shutil.rmtree(done.folder / "checkpoints" / "step-00000030")
+    done = run(tmp_path, config)
+    assert done.launches == [0, 25]
+    truth.check(done)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_processes_that_do_not_see_each_other(whole, tmp_path, monkeypatch, device):
+    """Two of these would each train alone into the same folder: WORLD_SIZE says 2, but there is no process group."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device == "gpu")
+    done = run(tmp_path, whole[0], expect=2)
+    assert "2 processes" in done.output and "accelerate_configs/" in done.output
+    assert not list(tmp_path.rglob("status.json"))
