@@ -645,11 +645,11 @@ PEAK_TFLOPS = {
     "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "L40S": {"fp8": 733, "bf16": 362, "no": 91.6},
     "A100": {"bf16": 312, "fp16": 312, "no": 19.5}, "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "no": 30.3}}
 
-def peak_flops(device: torch.device, precision: str, peak_tflops: float | None) -> float | None:
+def peak_flops(device: torch.device, precision: str, config: Perf) -> float | None:
     """Peak FLOP/s of one device in the precision of this run, None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peaks = next((peaks for known, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), {})
-    return (peak := peak_tflops or peaks.get(precision)) and peak * 1e12
+    return (peak := config.peak_tflops or peaks.get(precision)) and peak * 1e12
 
 class Meter:
     """Books every second of the run to exactly one phase and counts what was processed; rates are over a window.
@@ -992,7 +992,7 @@ def main(argv: list[str]) -> int | None:
     # The model, wrapped as the launcher file says.
     bare = build_model(config.model, model_config(config, len(tokenizer)), len(tokenizer), run.seed)
     flops = flops_per_token(bare.config, config.model.lora, length)
-    peak = peak_flops(device, accelerator.mixed_precision, config.perf.peak_tflops)
+    peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
 
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -174,7 +174,7 @@ def test_not_finite_gives_up(whole, tmp_path, monkeypatch):
     poison(monkeypatch, {2, 4, 5, 6}, in_the_loss)
     done = helpers.run(tmp_path, whole[0], "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2, expect=1)
     message, = re.findall("^error: .*", done.output, re.MULTILINE)
-    assert "step 4" in message and "step-00000002" in message  # Not step 2, which was skipped and survived.
+    assert "step 4" in message and "step-00000004" in message  # Not step 2, which was skipped and survived.
     assert [line["step"] for line in done.metrics if "train/loss" in line] == [1, 2, 3, 4]
 
 
