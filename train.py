@@ -186,7 +186,7 @@ class Config(Section):
              "are"),
             ("model_type" not in (["model_type"] if model.architecture is None else model.architecture),
              "model.architecture needs a model_type, for example llama"),
-            (bool(data.path) == bool(data.files), "data: give exactly one of path and files"),
+            (bool(data.path) == bool(data.files), "give exactly one of data.path or data.files"),
             (data.eval_source and data.eval_fraction, "data: give at most one of eval_fraction and eval_source"),
             (self.optim.warmup_steps > (run.max_steps or math.inf),
              f"optim.warmup_steps {self.optim.warmup_steps} exceeds run.max_steps {run.max_steps}")]
@@ -226,17 +226,17 @@ def help_text() -> str:
 
 def describe(error: ValidationError) -> str:
     """A line per problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
-    lines, known = [], [*config_fields(), *Config.model_fields]
+    problems, known = {}, [*config_fields(), *Config.model_fields]
+    branch = re.compile(r"constrained-int|int|literal.*|function-.*|list.*")  # pydantic's names for parts of a union.
     for problem in error.errors():
-        # Behind a field's path pydantic names the branch of a union: leave that out.
-        branch = re.compile(r"constrained-int|int|literal.*|function-.*|list.*")
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
         same = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
-        near = same or difflib.get_close_matches(path, known, 1)
-        lines.append({"extra_forbidden": f"{path}: unknown key{f'; did you mean {near[0]}?' if near else ''}",
-                      "value_error": str(problem.get("ctx", {}).get("error"))
-                      }.get(problem["type"], f"{path}: {problem['msg']}, not {problem['input']!r}"))
-    return "\n".join(lines)
+        near = [f"did you mean {name}?" for name in same or difflib.get_close_matches(path, known, 1)]
+        text = f"{problem['msg']}, not {problem['input']!r}"
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key; {(near or ['python train.py --help lists them all'])[0]}"
+        problems.setdefault(path, []).append(str(problem["ctx"]["error"]) if problem["type"] == "value_error" else text)
+    return "\n".join(": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items())
 
 def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     """The validated config of a command line, and the process counts of --plan. Raises UserError for any other word."""
@@ -252,7 +252,7 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
         words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
         for name, value in itertools.zip_longest(words[::2], words[1::2]):
             where = f"{name} {value}"
-            if not re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)+", name) or value is None:
+            if not re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name) or (value or "--").startswith("--"):
                 raise ValueError("not --section.field VALUE")
             settings.merge_with_dotlist([f"{name[2:]}={value}"])
         return Config.model_validate(OmegaConf.to_container(settings)), args.plan
@@ -731,8 +731,10 @@ def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer
     """(weights, optimizer state, the tensors of both): what is trained, by the names of the bare model."""
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizers, options=options)
-    both = {f"model.{k}": v for k, v in weights.items()} | {f"optimizer.{k}": v for k, v in moments.items()}
-    return weights, moments, {k: v for k, v in both.items() if isinstance(v, torch.Tensor)}
+    tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, under the name of what they are tied to.
+    tensors = {f"model.{k}": v for k, v in weights.items() if k not in tied}
+    tensors |= {f"optimizer.{k}": v for k, v in moments.items() if isinstance(v, torch.Tensor)}
+    return weights, moments, tensors
 
 def save_checkpoint(folder: Path, keep: int, model, optimizer, manifest: dict, accelerator: Accelerator) -> None:
     final = folder / f"step-{manifest['step']:08d}"
@@ -790,7 +792,8 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except Exception as error:
         raise library_error(f"{folder} is of another model", error) from error
-    weights = {k: tensors[f"model.{k}"] for k in weights}  # What is no tensor (learning rate, ...) stays the config's.
+    weights |= {k: tensors[f"model.{k}"] for k in weights if f"model.{k}" in tensors}
+    # What is no tensor (learning rate, weight decay, ...) stays the config's.
     moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
     options = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import re
 import resource
 import shutil
@@ -44,6 +45,12 @@ def tensors(folder):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def complete(folder):
+    """Whether a checkpoint holds what its manifest lists, and all of it can be read."""
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    return {path.name for path in folder.iterdir()} == {*listed, "manifest.json"} and tensors(folder)
+
+
 def leftovers(folder):
     return [path for path in folder.rglob(".*") if path.name != ".lock"]
 
@@ -54,7 +61,7 @@ def assert_like_uninterrupted(done, reference):
     assert done.status == {"status": "finished", "step": 6}
     assert done.checkpoints == reference.checkpoints
     for name in done.checkpoints:
-        train.Checkpoints.verify(done.folder / "checkpoints" / name)
+        assert complete(done.folder / "checkpoints" / name)
     assert not leftovers(done.folder)
 
 
@@ -217,7 +224,7 @@ def test_auto_finds_what_fits(whole, tmp_path, monkeypatch, rows, where, micro_b
     assert auto.metrics[0]["plan/micro_batch_size"] == micro_batch_size and auto.metrics[0]["plan/global_batch_size"] == 10
     assert same(auto.weights, explicit.weights) and auto.losses == explicit.losses
     for checkpoint in auto.folder.glob("checkpoints/*"):
-        assert train.Checkpoints.verify(checkpoint)["plan"]["micro_batch_size"] == micro_batch_size
+        assert json.loads((checkpoint / "manifest.json").read_text())["plan"]["micro_batch_size"] == micro_batch_size
 
 
 def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):
@@ -231,7 +238,7 @@ def test_out_of_memory_while_training(whole, tmp_path, monkeypatch, where):
     limit_memory(monkeypatch, 5, where)
     done = helpers.run(tmp_path, whole[0], expect=1)
     message, = re.findall("^error: .*", done.output, re.MULTILINE)
-    assert "out of memory" in message and re.search("result (does not change|is the same)", message)
+    assert "out of memory" in message and re.search("result .*(same|not change)", message)
     advice = re.search(r"batch\.max_micro_batch_size (?:to )?(\d+)", message)[1]  # What to write, and it works:
     done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", advice)
     assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
@@ -258,7 +265,7 @@ def assert_disk_full(done, checkpoints):
     assert re.search("File too large|No space left", messages[0]) and re.search(f"{done.folder}|run folder", messages[0])
     assert [name for name in done.checkpoints if not name.startswith(".")] == checkpoints
     for name in checkpoints:
-        train.Checkpoints.verify(done.folder / "checkpoints" / name)
+        assert complete(done.folder / "checkpoints" / name)
 
 
 def test_disk_full_while_saving(whole, copy, tmp_path):
