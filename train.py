@@ -4,40 +4,18 @@
     python train.py --config configs/small.yaml --plan 1 2 4 8      what would run elsewhere: no data, no device
     python train.py --help                                          every setting
 
-Everything is a function of the step: the rows, the learning rate and the random numbers of step N follow from (config, N)
-alone, never from the number of processes or from what happened before. So a checkpoint is weights, optimizer state and a
-small manifest, and there is no scheduler, sampler or data loader state to save, lose or skew.
+Everything is a function of the step: the rows, the learning rate and the random numbers of step N follow from the
+config and N alone, never from the number of processes or from what happened before. So a checkpoint is weights,
+optimizer state and a small manifest; no state of a scheduler, sampler or data loader is there to save, lose or skew.
 
 1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
 table of contents and the training loop: start there.
 """
-import argparse
-import bisect
-import copy
-import difflib
-import fnmatch
-import glob
-import importlib.metadata
-import itertools
-import json
-import math
-import os
-import platform
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import sysconfig
-import threading
-import time
-import typing
-import warnings
-import zlib
+import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, shutil, signal, subprocess, sys, sysconfig
+import time, warnings, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,9 +23,9 @@ from typing import Annotated, Any, Literal
 STARTED = time.perf_counter()  # Importing the libraries is part of the run's start-up time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Processes share that work, see tokenize().
 
+import accelerate
 import datasets
 import numpy as np
-import peft
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -58,28 +36,26 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list
-from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
 FORMAT = "accelerate-template 1"  # In every checkpoint's manifest: what has another one is not ours.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 
-
 # 1. Config ------------------------------------------------------------------------------------------------------------
-
 class UserError(ValueError):
     """A mistake in the config, the data, a checkpoint or the launch: ends as one message and exit status 2."""
 
 def doc(default: Any, text: str, **limits) -> Any:
-    """A setting's default, its line in --help and schema.json, and its range."""
+    """A setting: its default, its line in --help and schema.json, and its range."""
     return Field(default, description=text, **limits)
 
 Strings = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value,
@@ -108,8 +84,7 @@ class Run(Section):
 class Batch(Section):
     global_batch_size: int | None = doc(None, "Rows per step over all devices (this or global_batch_tokens).", gt=0)
     global_batch_tokens: int | None = doc(None, "Tokens per step, a multiple of data.sequence_length.", gt=0)
-    max_micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = doc(
-        "auto", "Most rows that one device can process at once; auto tries. It never changes the result.")
+    max_micro_batch_size: int = doc(8, "Most rows that fit on one device at once; it never changes the result.", gt=0)
     sync_each_micro_step: bool = doc(False, "Average gradients each micro-step: less memory with FSDP2, more traffic.")
 
 class Source(Section):
@@ -119,32 +94,19 @@ class Source(Section):
     split: str = doc("train", "Split of the dataset.")
 
 class Data(Source):
-    format: Literal["text", "chat", "tokens"] = doc("text", "Documents; role and content lists; input_ids, labels.")
-    column: str | None = doc(None, "Column of the documents; by format: text, messages, input_ids.")
+    format: Literal["text", "tokens"] = doc("text", "text: documents; tokens: input_ids, optional labels.")
+    column: str | None = doc(None, "Column of the documents; by default text or input_ids.")
     tokenizer: str = doc("bytes", "Hub name or folder of a tokenizer; bytes: UTF-8 bytes, needs no files.")
-    chat_template: str | None = doc(None, "File with a Jinja chat template, in place of the tokenizer's.")
     sequence_length: int = doc(512, "Most tokens in a row; longer documents continue in further rows.", ge=2)
     packing: Literal["none", "concat"] = doc("concat", "none: a document per row, padded; concat: joined and cut.")
     eval_fraction: float = doc(0.0, "Share of the documents held out for evaluation (or eval_source).", ge=0, lt=1)
     eval_source: Source | None = doc(None, "Source to evaluate on: path, name and split, or files.")
-    num_workers: int = doc(0, "Processes that tokenize, 0: one per core. The rows are the same for any number.", ge=0)
-
-class Lora(Section):
-    rank: int = doc(16, "Rank of the update (LoRA, arXiv:2106.09685).", gt=0)
-    alpha: float = doc(32.0, "The update is scaled by alpha / rank.", gt=0)
-    dropout: float = doc(0.0, "Dropout before the update; the same run on any machine needs 0.", ge=0, lt=1)
-    target_modules: Strings = doc(["all-linear"], "Names of the modules to adapt, or all-linear.")
-    merge: bool = doc(False, "Export the merged model instead of the adapter.")
 
 class Model(Section):
     pretrained: str | None = doc(None, "Hub name or folder of a model to fine-tune (this or architecture).")
     architecture: dict[str, Any] | None = doc(None, "From scratch: model_type and fields of its transformers config.")
     trust_remote_code: bool = doc(False, "Run the Python code that comes with the model or tokenizer.")
-    dtype: Literal["float32", "bfloat16"] = doc("float32", "Stored weights; mixed precision is the launcher's.")
     attention: str = doc("sdpa", "transformers attention: sdpa, eager, flex_attention, flash_attention_2, ...")
-    gradient_checkpointing: bool = doc(False, "Recompute activations in the backward pass: less memory, slower.")
-    compile: Literal["none", "regional", "full"] = doc("none", "torch.compile each decoder layer, or the whole model.")
-    lora: Lora | None = doc(None, "Train a low-rank adapter only.")
 
 class Optim(Section):
     learning_rate: float = doc(3e-4, "Peak learning rate of AdamW.", gt=0)
@@ -160,9 +122,8 @@ class Optim(Section):
 
 class Eval(Section):
     max_rows: int | None = doc(None, "Evaluate on the first so many rows; null: all.", gt=0)
-    prompts: Strings = doc([], "Prompts to continue after each evaluation, through the chat template if there is one.")
+    prompts: Strings = doc([], "Prompts to continue after each evaluation.")
     max_new_tokens: int = doc(128, "Length of each continuation.", gt=0)
-    temperature: float = doc(0.0, "Sampling temperature; 0: greedy.", ge=0)
 
 class Perf(Section):
     peak_tflops: float | None = doc(None, "Peak TFLOP/s of a device, for MFU; null: from the table, or none.", gt=0)
@@ -175,54 +136,49 @@ class Config(Section):
     optim: Optim = Optim()
     eval: Eval = Eval()
     perf: Perf = Perf()
-
     @model_validator(mode="after")
     def check(self) -> "Config":
         run, data, model, batch, length = self.run, self.data, self.model, self.batch, self.data.sequence_length
         tokens = batch.global_batch_tokens or length
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
         rules = [
-            (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length {length}; {near} "
-             "are"),
-            ("model_type" not in (["model_type"] if model.architecture is None else model.architecture),
-             "model.architecture needs a model_type, for example llama"),
+            (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are"),
+            ("model_type" not in (model.architecture or {"model_type"}), "model.architecture needs a model_type"),
             (bool(data.path) == bool(data.files), "give exactly one of data.path or data.files"),
-            (data.eval_source and data.eval_fraction, "data: give at most one of eval_fraction and eval_source"),
-            (self.optim.warmup_steps > (run.max_steps or math.inf),
+            (data.eval_source and data.eval_fraction, "give at most one of data.eval_fraction and data.eval_source"),
+            (run.max_steps and self.optim.warmup_steps > run.max_steps,
              f"optim.warmup_steps {self.optim.warmup_steps} exceeds run.max_steps {run.max_steps}")]
         for path, section, *names in (("run", run, "max_steps", "max_epochs", "max_tokens"),
                                       ("batch", batch, "global_batch_size", "global_batch_tokens"),
                                       ("model", model, "pretrained", "architecture")):
-            given = sum(getattr(section, name) is not None for name in names)
+            given = sum(getattr(section, name) not in (None, {}) for name in names)
             rules.append((given != 1, f"{path}: give exactly one of {', '.join(names)}, and null for the others"))
         if problems := [message for wrong, message in rules if wrong]:
             raise ValueError(problems[0])
         return self
-
     @property
     def global_batch_size(self) -> int:
         """Rows per optimizer step."""
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
-HARMLESS = re.compile(r"run\.(?!seed).*|batch\.(max_micro|sync).*|eval\..*|perf\..*|data\.num_workers"
-                      r"|model\.(attention|gradient_checkpointing|compile|trust_remote_code|lora\.merge)")
+HARMLESS = re.compile(r"run\.(?!seed).*|batch\.(max_micro|sync).*|eval\..*|perf\..*"
+                      r"|model\.(attention|trust_remote_code)")
 
 def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
     """Every setting by its dotted path."""
     fields = {}
     for name, info in section.model_fields.items():
-        kinds = (kind for kind in (info.annotation, *typing.get_args(info.annotation)) if isinstance(kind, type))
-        nested = next((kind for kind in kinds if issubclass(kind, Section) and kind is not Source), None)
-        fields |= config_fields(nested, f"{prefix}{name}.") if nested else {prefix + name: info}
+        nested = prefix == "" and issubclass(info.annotation, Section)
+        fields |= config_fields(info.annotation, f"{name}.") if nested else {prefix + name: info}
     return fields
 
 def help_text() -> str:
-    text = f"{__doc__}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n\n"
+    text = f"{__doc__}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
     for path, info in config_fields().items():
         kind = re.sub(r"\w+\.(?=[A-Z])|<class '|'>|Annotated\[(\w+).*?\)\]", r"\1", str(info.annotation))
-        text += f"  --{path}  {kind}, default {json.dumps(info.default)}\n      {info.description}\n"
-    return text
+        text += f"\n  --{path}  {kind}, default {json.dumps(info.default)}\n      {info.description}"
+    return text + "\n"
 
 def describe(error: ValidationError) -> str:
     """A line per problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
@@ -230,16 +186,15 @@ def describe(error: ValidationError) -> str:
     branch = re.compile(r"constrained-int|int|literal.*|function-.*|list.*")  # pydantic's names for parts of a union.
     for problem in error.errors():
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
-        same = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
-        near = [f"did you mean {name}?" for name in same or difflib.get_close_matches(path, known, 1)]
-        text = f"{problem['msg']}, not {problem['input']!r}"
-        if problem["type"] == "extra_forbidden":
-            text = f"unknown key; {(near or ['python train.py --help lists them all'])[0]}"
-        problems.setdefault(path, []).append(str(problem["ctx"]["error"]) if problem["type"] == "value_error" else text)
+        near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
+        near = [f"did you mean {name}?" for name in near or difflib.get_close_matches(path, known, 1)]
+        text = {"extra_forbidden": f"unknown key; {[*near, 'python train.py --help lists them all'][0]}",
+                "value_error": str(problem.get("ctx", {}).get("error"))}
+        problems.setdefault(path, []).append(text.get(problem["type"], f"{problem['msg']}, not {problem['input']!r}"))
     return "\n".join(": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items())
 
 def load_config(argv: list[str]) -> tuple[Config, list[int]]:
-    """The validated config of a command line, and the process counts of --plan. Raises UserError for any other word."""
+    """The validated config of a command line, and the process counts of --plan. Raises UserError for other words."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=help_text().replace("%", "%%"))
     parser.add_argument("--config")
     parser.add_argument("--plan", nargs="+", type=int, default=[])
@@ -250,7 +205,7 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
             raise ValueError("give --config FILE, and process counts of at least 1 to --plan")
         settings = OmegaConf.load(where := args.config)
         words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
-        for name, value in itertools.zip_longest(words[::2], words[1::2]):
+        for name, value in zip(words[::2], [*words[1::2], None]):
             where = f"{name} {value}"
             if not re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name) or (value or "--").startswith("--"):
                 raise ValueError("not --section.field VALUE")
@@ -259,14 +214,12 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     except ValidationError as error:
         raise UserError(f"{args.config}: {describe(error)}") from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise UserError(f"{where}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from None
+        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        raise UserError(f"{where}, {place}: {error.problem}") from None
     except (OSError, ValueError, argparse.ArgumentError, OmegaConfBaseException) as error:
         raise UserError(f"{where}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
 
-
 # 2. Batch plan --------------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Plan:
     """How one global batch is split over ranks and micro-steps."""
@@ -276,22 +229,17 @@ class Plan:
     micro_batch_size: int
     grad_accum_steps: int
     sequence_length: int
-
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
-
     @property
     def idle_share(self) -> float:
         """Mean share of a step in which a rank waits for those with one row more."""
-        ranks = self.data_parallel_size
-        return 1 - self.global_batch_size / ranks / -(-self.global_batch_size // ranks)
-
+        rows_per_rank = self.global_batch_size / self.data_parallel_size
+        return 1 - rows_per_rank / math.ceil(rows_per_rank)
     def micro_batches(self, rank: int) -> list[slice]:
-        """Of the step's rows sorted by length, the slice for each micro-step of a data-parallel rank.
-
-        Sizes differ by at most one; odd micro-steps deal in reverse, so that all ranks get a like share of long rows.
-        """
+        """Of the step's rows sorted by length, the slice for each micro-step of a rank. Sizes differ by at most one;
+        odd micro-steps deal in reverse, so that all ranks get a like share of long rows."""
         slices, ranks = [], self.data_parallel_size
         size, larger = divmod(self.global_batch_size, ranks * self.grad_accum_steps)
         for micro_step in range(self.grad_accum_steps):
@@ -299,22 +247,21 @@ class Plan:
             start = piece * size + min(piece, larger)
             slices.append(slice(start, start + size + (piece < larger)))
         return slices
-
     def even_neighbours(self) -> str:
         """The nearest batch sizes and process counts that leave no rank idle."""
-        rows, ranks = self.global_batch_size, self.data_parallel_size
-        sizes = [str(n) for n in (rows // ranks * ranks, -(-rows // ranks) * ranks) if n]
-        divisors = [n * self.num_processes // ranks for n in range(1, rows + 1) if rows % n == 0]
-        at = bisect.bisect(divisors, self.num_processes)
-        return f"{' or '.join(sizes)} rows, {' or '.join(map(str, divisors[max(0, at - 1) : at + 1]))} processes"
-
+        rows, ranks, processes = self.global_batch_size, self.data_parallel_size, self.num_processes
+        sizes = [n for n in (rows // ranks * ranks, -(-rows // ranks) * ranks) if n]
+        even = [n * processes // ranks for n in range(1, rows + 1) if rows % n == 0]
+        counts = [n for n in even if n <= processes][-1:] + [n for n in even if n > processes][:1]
+        return f"{' or '.join(map(str, sizes))} rows, {' or '.join(map(str, counts))} processes"
     def __str__(self) -> str:
         rows, ranks, steps = self.global_batch_size, self.data_parallel_size, self.grad_accum_steps
+        up_to = "up to " if rows % (ranks * steps) else ""
+        text = (f"Batch plan: every step trains on exactly {rows:,} rows x {self.sequence_length:,} tokens = "
+                f"{self.tokens_per_step:,} tokens.\n  {self.num_processes} process{'es' * (self.num_processes > 1)}: "
+                f"{ranks} data-parallel x {steps} accumulated x {up_to}{self.micro_batch_size} rows.")
         uneven = f"\n  Uneven: ranks idle {self.idle_share:.1%} of the time. Even: {self.even_neighbours()}."
-        return (f"Batch plan: every step trains on exactly {rows:,} rows x {self.sequence_length:,} tokens = "
-                f"{self.tokens_per_step:,} tokens.\n  {self.num_processes} processes: {ranks} data-parallel x {steps} "
-                f"accumulated x {'at most ' if rows % (ranks * steps) else ''}{self.micro_batch_size} rows."
-                f"{uneven if self.idle_share else ''}")
+        return text + uneven if self.idle_share else text
 
 def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes: int, sequence_length: int,
                group: int = 1) -> Plan:
@@ -326,25 +273,20 @@ def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes:
     return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps, sequence_length)
 
 def print_plans(config: Config, process_counts: list[int]) -> None:
-    """The table of --plan: no data, no weights, no device."""
-    rows, limit = config.global_batch_size, config.batch.max_micro_batch_size
     group = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
     print("processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even")
     for n in process_counts:
-        plan = plan_batch(rows, rows if limit == "auto" else limit, n, config.data.sequence_length, group)
+        limit, length = config.batch.max_micro_batch_size, config.data.sequence_length
+        plan = plan_batch(config.global_batch_size, limit, n, length, group)
         even = plan.even_neighbours() if plan.idle_share else "is even"
         print(f"{n:9,}  {plan.data_parallel_size:13,}  {plan.micro_batch_size:11,}  {plan.grad_accum_steps:12,}  "
-              f"{rows:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
-    if limit == "auto":
-        print("max_micro_batch_size is auto, found out at launch: shown for devices on which all their rows fit.")
-
+              f"{plan.global_batch_size:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
-
 def library_error(what: str, error: BaseException, name: str | None = None) -> UserError:
     """What a library said of something the user named, as one line."""
     hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
-    return UserError(f"{what}: {type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}{hint}")
+    return UserError(f"{what}: {type(error).__name__}: {[*str(error).strip().splitlines(), 'no reason'][0]}{hint}")
 
 def list_files(patterns: list[str]) -> list[str]:
     """The files that the patterns name, less those of !patterns; a folder stands for all in it."""
@@ -360,48 +302,37 @@ def list_files(patterns: list[str]) -> list[str]:
 
 def load_source(source: Source) -> datasets.Dataset:
     """The documents of one source, memory-mapped."""
-    files = list_files(source.files)
+    files, path = list_files(source.files), source.path
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
     try:
         if files:
             builder = builders.get(Path(files[0]).suffix, "text")
             options = {"sample_by": "document"} if builder == "text" else {}  # Otherwise a document per line.
             return datasets.load_dataset(builder, data_files=files, split="train", **options)
-        if os.path.isfile(os.path.join(source.path, "state.json")):
-            return datasets.load_from_disk(source.path)
-        return datasets.load_dataset(source.path, source.name, split=source.split)
+        if os.path.isfile(os.path.join(path, "state.json")):
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, source.name, split=source.split)
     except Exception as error:  # The library raises a dozen types for a user's mistakes.
-        raise library_error(f"data: cannot load {source.path or files[0]}", error.__cause__ or error, source.path) from error
+        raise library_error(f"data: cannot load {path or files[0]}", error.__cause__ or error, path) from error
 
 def tokenize_text(batch: dict, column: str, tokenizer) -> dict:
     """Token ids of each document, ending in the tokenizer's end-of-text token where it has one."""
     ids, end = tokenizer(batch[column])["input_ids"], tokenizer.eos_token_id
     return {"input_ids": [x if end is None or x[-1:] == [end] else x + [end] for x in ids]}
 
-def tokenize_chat(batch: dict, column: str, tokenizer) -> dict:
-    """Token ids of each conversation, and labels that are -100 except for what the assistant says."""
-    render = partial(tokenizer.apply_chat_template, return_dict=True, return_assistant_tokens_mask=True)
-    rows = [render(messages) for messages in batch[column]]
-    labels = [[x if said else -100 for x, said in zip(row["input_ids"], row["assistant_masks"])] for row in rows]
-    return {"input_ids": [row["input_ids"] for row in rows], "labels": labels}
-
 def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.Dataset:
     """Documents as lists of token ids (and labels): in parallel, cached by the content of data and tokenizer."""
-    column = config.column or {"text": "text", "chat": "messages", "tokens": "input_ids"}[config.format]
-    columns, workers = documents.column_names, config.num_workers or len(os.sched_getaffinity(0))
+    column = config.column or {"text": "text", "tokens": "input_ids"}[config.format]
+    columns, workers = documents.column_names, min(len(os.sched_getaffinity(0)), len(documents) // 64)
     if column not in columns:
         raise UserError(f"data.column: no column {column!r}; the data has {', '.join(columns)}")
     if config.format == "tokens":
         kept = documents.select_columns([column] + ["labels"] * ("labels" in columns)).flatten_indices()
         return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
-    if config.format == "chat" and "generation %}" not in (tokenizer.chat_template or ""):
-        raise UserError("data.tokenizer: no chat template that marks what the assistant says by {% generation %} and "
-                        "{% endgeneration %}; give one as data.chat_template")
     try:  # The arguments are plain values because they key the cache: a config object differs between launches.
         return documents.map(
-            tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64, desc="Tokenizing",
-            fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
-            num_proc=min(workers, len(documents) // 64) or None)
+            tokenize_text, batched=True, batch_size=64, fn_kwargs={"column": column, "tokenizer": tokenizer},
+            remove_columns=columns, desc="Tokenizing", num_proc=workers or None)
     except Exception as error:
         raise library_error(f"data: cannot use column {column!r} as {config.format}", error) from error
 
@@ -409,8 +340,7 @@ class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them.
 
     Documents are tokenized once, into memory-mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the
-    stream of their tokens, piece p its tokens edges[p] to edges[p + 1] - 1. So rows do not depend on the number of
-    workers, none is dropped, and finding row 100,000,000 costs what finding row 0 costs.
+    stream of their tokens, piece p its tokens edges[p] to edges[p + 1] - 1, whatever the number of tokenizing workers.
     """
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
         self.columns = {name: documents.data.column(name) for name in documents.column_names}
@@ -429,15 +359,12 @@ class Dataset:
         self.first, self.lengths = np.searchsorted(self.edges, cuts), np.diff(cuts).astype(np.int32)
         # A permutation is as large as the data: keep the two that a step may straddle.
         self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
-
     def __len__(self) -> int:
         return len(self.lengths)
-
     def rows_at(self, start: int, count: int) -> np.ndarray:
         """Row numbers at positions start to start + count - 1 of the shuffled stream."""
         epochs, offsets = np.divmod(np.arange(start, start + count), len(self))
         return np.concatenate([self.permutation(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
-
     def read(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, targets) of each piece; targets[i] is the token that follows input_ids[i], or -100 for none."""
         pieces, edges = [], self.edges[self.first[row] : self.first[row + 1] + 1]
@@ -449,13 +376,12 @@ class Dataset:
             ids, labels = (self.columns[name][document].values[span].to_numpy() for name in names)
             pieces.append((ids, np.append(labels[1:], -100)))
         return pieces
-
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, target tokens) of each row. A piece's first token is no target: nothing comes before it."""
         if "labels" in self.columns:
-            return self.lengths[rows], np.array([sum((t != -100).sum() for _, t in self.read(row)) for row in rows], int)
+            counts = [sum((targets != -100).sum() for _, targets in self.read(row)) for row in rows]
+            return self.lengths[rows], np.array(counts, int)
         return self.lengths[rows], self.lengths[rows] - (self.first[rows + 1] - self.first[rows])
-
     def fingerprint(self) -> int:
         """Tells whether a checkpoint was trained on these rows, in the order in which this numpy shuffles them."""
         some = np.random.default_rng([0, 0]).permutation(len(self))[:100]
@@ -463,7 +389,6 @@ class Dataset:
         return zlib.crc32(np.concatenate([some, *ids]).tobytes(), zlib.crc32(self.lengths.tobytes()))
 
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Training rows, and evaluation rows or None."""
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
     if config.eval_fraction:
         order, count = np.random.default_rng(seed).permutation(len(train)), round(len(train) * config.eval_fraction)
@@ -474,14 +399,11 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | No
     parts = [part and tokenize(part, config, tokenizer) for part in (train, held_out)]
     return tuple(part and Dataset(part, config.packing, config.sequence_length, seed) for part in parts)
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Rows as int64 tensors [rows, width], padded on the right: input_ids, targets and, if any is packed, position_ids.
-
-    Positions that start anew are what keeps packed documents apart in transformers. Padding needs no mask: it comes
-    after every real token. No rows make one row without targets, because all ranks must take part in a pass.
-    """
-    longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
-    shape = max(1, len(rows)), -(-longest // multiple) * multiple
+def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> dict[str, torch.Tensor]:
+    """Rows as int64 tensors [rows, width], padded on the right: input_ids, targets and, if any is packed, position_ids
+    that start anew to keep documents apart. Padding needs no mask: it comes after every real token. No rows make one
+    row without targets, because all ranks must take part in a pass."""
+    shape = max(1, len(rows)), max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
     input_ids, targets, positions = (np.full(shape, fill) for fill in (0, -100, 0))
     for r, row in enumerate(rows):
         at = 0
@@ -501,38 +423,34 @@ class Step:
     real_tokens: int
     tokens: int
 
-def load_step(step: int, data: Dataset, plan: Plan, rank: int, multiple: int, vocab_size: int) -> Step:
+def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int) -> Step:
     """The step's rows, sorted by length, cut as the plan says. Raises UserError for rows that cannot be trained on."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
     if not targets.sum():
         raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     order = np.argsort(lengths, kind="stable")
-    micro_batches = [collate([data.read(row) for row in rows[order[p]]], multiple) for p in plan.micro_batches(rank)]
+    micro_batches = [collate([data.read(row) for row in rows[order[p]]]) for p in plan.micro_batches(rank)]
     ids = np.concatenate([batch["input_ids"].numpy().ravel() for batch in micro_batches])
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 to "
-                        f"{vocab_size - 1}; data.tokenizer must be the model's")
+        raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 "
+                        f"to {vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
     pieces = [lengths[order[p]] for r in range(plan.data_parallel_size) for p in plan.micro_batches(r)]
-    tokens = sum(max(1, len(piece)) * -(-piece.max(initial=1) // multiple) * multiple for piece in pieces)
+    tokens = sum(max(1, len(piece)) * piece.max(initial=1) for piece in pieces)
     return Step(rows, micro_batches, int(targets.sum()), int(lengths.sum()), int(tokens))
 
-
 # 4. Model -------------------------------------------------------------------------------------------------------------
-
-def load_tokenizer(config: Config) -> transformers.PreTrainedTokenizerBase:
-    name, template = config.data.tokenizer, config.data.chat_template
-    load = partial(transformers.AutoTokenizer.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
+def load_tokenizer(name: str, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
+    if name == "bytes":
+        return transformers.ByT5Tokenizer()
     try:
-        tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else load()
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if template else tokenizer.chat_template
-        return tokenizer
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise library_error(f"data.tokenizer: cannot load {name}", error, name) from error
 
 def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConfig:
-    """The transformers config of the model. Raises UserError for a model that does not exist or does not fit the data."""
+    """The transformers config of the model. Raises UserError for a model that does not exist or fit the data."""
     length, name, architecture = config.data.sequence_length, config.model.pretrained, config.model.architecture or {}
     given = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False} | architecture
     try:
@@ -549,80 +467,55 @@ def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConf
 def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int) -> torch.nn.Module:
     """The model on the CPU, the same on every rank: from its seed, or from its files."""
     torch.manual_seed(seed)
-    load, name = transformers.AutoModelForCausalLM.from_config, found
-    if config.pretrained:
-        load, name = partial(transformers.AutoModelForCausalLM.from_pretrained, config=found), config.pretrained
+    auto, name = transformers.AutoModelForCausalLM, config.pretrained
+    load = partial(auto.from_pretrained, name, config=found) if name else partial(auto.from_config, found)
     try:
-        model = load(name, dtype=getattr(torch, config.dtype), attn_implementation=config.attention,
+        model = load(dtype=torch.float32, attn_implementation=config.attention,
                      trust_remote_code=config.trust_remote_code)
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
-        model = add_lora(model, config.lora) if config.lora else model
     except Exception as error:
-        raise library_error(f"model: cannot build {config.pretrained or found.model_type}", error,
-                            config.pretrained) from error
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in {"none": [], "full": [model], "regional": model.modules()}[config.compile]:
-        if layer is model or type(layer).__name__ in model._no_split_modules:
-            layer.compile()
+        raise library_error(f"model: cannot build {name or found.model_type}", error, name) from error
     return model
-
-def add_lora(model: torch.nn.Module, lora: Lora) -> torch.nn.Module:
-    modules = lora.target_modules[0] if lora.target_modules == ["all-linear"] else lora.target_modules
-    return peft.get_peft_model(model, peft.LoraConfig(
-        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules))
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
-    return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
-def flops_per_token(found: transformers.PreTrainedConfig, lora: Lora | None, length: int) -> float:
-    """Forward and backward matrix FLOPs per token at the full row length, recomputation not counted.
-
-    Counted by torch on a model without storage, for any architecture and frozen weights; with eager attention, as the
-    counter does not see into fused kernels. For a Llama: 6 N + 12 L H Q T of PaLM (arXiv:2204.02311, appendix B).
-    """
+def flops_per_token(found: transformers.PreTrainedConfig, length: int) -> float:
+    """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
+    attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
-        model = add_lora(model, lora) if lora else model
         model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / length
 
-
 # 5. Optimizer ---------------------------------------------------------------------------------------------------------
-
 def build_optimizer(model: torch.nn.Module, config: Optim) -> torch.optim.Optimizer:
     """AdamW. Matrices decay, norms and biases do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    betas, groups = (config.adam_beta1, config.adam_beta2), [group for group in groups if group["params"]]
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    betas = config.adam_beta1, config.adam_beta2
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
 
 def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
-    """Learning rate of a step, 1 to max_steps. A function, because a scheduler's state is there to be lost or skewed."""
+    """Learning rate of a step, 1 to max_steps. A function: a scheduler's state is there to be lost or skewed."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    span = max_steps - config.warmup_steps
-    if config.schedule == "wsd":
-        span = min(span, max(1, round(max_steps * config.decay_fraction)))
+    decay = max(1, round(max_steps * config.decay_fraction)) if config.schedule == "wsd" else max_steps
+    span = min(decay, max_steps - config.warmup_steps)
     done = max(0, step - (max_steps - span)) / max(1, span)  # Share of the decay: 0 on the plateau, 1 at the last step.
     shape = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done))}.get(config.schedule, 1 - done)
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * shape)
 
 class Guard:
-    """Keeps non-finite numbers out of the weights without a host read per step.
-
-    A fused optimizer's step does nothing where `found_inf` is set on the device. With on_nonfinite stop the flag sticks:
-    the weights stay as the last good step left them until read() ends the run.
-    """
-    def __init__(self, config: Run, device: torch.device):
-        self.stop, self.limit = config.on_nonfinite == "stop", config.max_nonfinite_steps
+    """Keeps non-finite numbers out of the weights without a host read per step: a fused optimizer's step does nothing
+    where `found_inf` is set on the device. With `stop` the flag sticks."""
+    def __init__(self, stop: bool, device: torch.device):
+        self.stop = stop
         self.state = torch.zeros(4, device=device)  # First bad step, bad steps, bad steps in a row, longest such row.
-
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         first, count, row, longest = self.state
         bad = 1 - (torch.isfinite(loss) & torch.isfinite(grad_norm)).float()
@@ -630,20 +523,13 @@ class Guard:
         row, first = (row + 1) * bad, torch.where((first == 0) & (bad > 0), float(step), first)
         self.state = torch.stack([first, count + bad, row, torch.maximum(longest, row)])
 
-    def read(self) -> tuple[int, int, bool]:
-        """(first bad step, skipped steps so far, whether the run must end); waits for the device."""
-        first, count, _, longest = map(int, self.state.tolist())
-        return first, count, bool(count and self.stop) or longest >= self.limit
-
-
 # 6. Throughput --------------------------------------------------------------------------------------------------------
-
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
 PEAK_TFLOPS = {
-    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "no": 75}, "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67},
+    "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "A100": {"bf16": 312, "fp16": 312, "no": 19.5},
     "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "L40S": {"fp8": 733, "bf16": 362, "no": 91.6},
-    "A100": {"bf16": 312, "fp16": 312, "no": 19.5}, "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "no": 30.3}}
+    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "no": 75}, "L4": {"fp8": 242, "bf16": 121, "no": 30.3}}
 
 def peak_flops(device: torch.device, precision: str, config: Perf) -> float | None:
     """Peak FLOP/s of one device in the precision of this run, None where it is not known."""
@@ -652,29 +538,26 @@ def peak_flops(device: torch.device, precision: str, config: Perf) -> float | No
     return (peak := config.peak_tflops or peaks.get(precision)) and peak * 1e12
 
 class Meter:
-    """Books every second of the run to exactly one phase and counts what was processed; rates are over a window.
+    """Books every second, by the host's clock, to exactly one phase, and counts what was processed.
 
-    By the host's clock: a window opens and closes at log lines, after a device value was read on the host, so all work
-    queued on a GPU is inside. The first step of a launch (compilation, memory pools) is booked as warmup.
+    Rates are over a window between log lines, where a device value was read on the host: all work queued on a GPU is
+    inside. The first step of a launch (memory pools, caches) is booked as warmup.
     """
     def __init__(self, clock=time.perf_counter, started: float | None = None):
         self.clock, self.phase, self.since = clock, "startup", clock() if started is None else started
         self.seconds, self.counts, self.window, self.warm = Counter(), Counter(), (Counter(), Counter()), False
-
     def enter(self, phase: str) -> str:
         """Book the time since the last call to the phase that ends here. Returns that phase."""
         now, ended = self.clock(), self.phase
         self.seconds[ended if self.warm or ended not in TRAINING else "warmup"] += now - self.since
         self.phase, self.since = phase, now
         return ended
-
     def count(self, step: Step) -> None:
         """Book a finished step."""
         self.enter(self.phase)
         if self.warm:
             self.counts.update(steps=1, rows=len(step.rows), tokens=step.tokens, real_tokens=step.real_tokens)
         self.warm = True
-
     def rates(self, num_processes: int, flops: float, peak: float | None) -> dict[str, float | None]:
         """The perf/ metrics since the last call, None where no whole step lies in between."""
         self.enter(self.phase)
@@ -689,20 +572,16 @@ class Meter:
             # Padding is not useful work: the model's FLOPs are those of the real tokens.
             "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
         return {f"perf/{name}": a / b if count["steps"] and b > 0 else None for name, (a, b) in ratios.items()}
-
     def summary(self) -> dict[str, float]:
-        """Where the wall clock went, and tokens per second of training time and of all time."""
         self.enter(self.phase)
         total, busy = sum(self.seconds.values()), sum(self.seconds[phase] for phase in TRAINING)
         return {f"summary/{phase}_seconds": spent for phase, spent in self.seconds.items()} | {
             "summary/wall_seconds": total, "summary/tokens_per_second": self.counts["tokens"] / busy if busy else None,
             "summary/goodput_tokens_per_second": self.counts["tokens"] / total}
 
-
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
-# A checkpoint is torch.distributed.checkpoint in safetensors files plus a manifest: every rank writes what it holds, and
-# any number of ranks under any strategy reads what it needs. It is complete or absent: written elsewhere, then renamed.
-
+# A checkpoint is torch.distributed.checkpoint in safetensors files and a manifest: every rank writes what it holds, any
+# number of ranks under any strategy reads what it needs. It is complete or absent: written elsewhere, then renamed.
 def replace_file(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
@@ -710,27 +589,24 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts by dotted path."""
     flat = {}
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
-def lock_folder(folder: Path) -> FileLock:
+def lock_folder(folder: Path) -> Any:
     """Hold the run folder while this process lives. Raises UserError if another run keeps it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=45)  # The ranks of a killed launcher may still be saving.
-        lock.acquire()
-        return lock
+        return FileLock(folder / ".lock", timeout=45).acquire()  # Ranks of a killed launcher may still be saving.
     except (OSError, Timeout) as error:
-        reason = "is in use by another run" if isinstance(error, Timeout) else f"cannot be written: {error.strerror}"
-        raise UserError(f"run.output_dir {folder} {reason}; choose another") from None
+        reason = getattr(error, "strerror", None) or "in use by another run"
+        raise UserError(f"run.output_dir {folder}: {reason}; choose another") from None
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict, dict, dict]:
     """(weights, optimizer state, the tensors of both): what is trained, by the names of the bare model."""
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-    weights, moments = get_state_dict(model, optimizers, options=options)
+    options = dcp_state.StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    weights, moments = dcp_state.get_state_dict(model, optimizers, options=options)
     tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, under the name of what they are tied to.
     tensors = {f"model.{k}": v for k, v in weights.items() if k not in tied}
     tensors |= {f"optimizer.{k}": v for k, v in moments.items() if isinstance(v, torch.Tensor)}
@@ -779,8 +655,8 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
         if changed and not config.run.allow_changes:
-            raise UserError(f"the config differs from that of {checkpoint}:\n" + "\n".join(changed) + "\nChoose a new "
-                            "run.output_dir, or continue with these changes: --run.allow_changes true")
+            raise UserError("\n".join([f"the config differs from that of {checkpoint}:", *changed, "Choose a new run."
+                                       "output_dir, or continue with these changes: --run.allow_changes true"]))
         return checkpoint, manifest
     if damage:
         raise damage
@@ -795,18 +671,16 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch
     weights |= {k: tensors[f"model.{k}"] for k in weights if f"model.{k}" in tensors}
     # What is no tensor (learning rate, weight decay, ...) stays the config's.
     moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
-    options = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
-    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)
+    options = dcp_state.StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
+    dcp_state.set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)
 
-def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path, merge: bool) -> None:
+def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path) -> None:
     """Write what from_pretrained() loads. Every rank takes part: sharded weights are gathered."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options, draft = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True), folder.with_name(".model.tmp")
+    weights = dcp_state.get_model_state_dict(model, options=options)
     if accelerator.is_main_process:
-        draft, bare = folder.with_name(f".{folder.name}.tmp"), accelerator.unwrap_model(model)
         shutil.rmtree(draft, ignore_errors=True)
-        if merge:
-            bare, weights = copy.deepcopy(bare).merge_and_unload(), None
-        bare.save_pretrained(draft, state_dict=weights)
+        accelerator.unwrap_model(model).save_pretrained(draft, state_dict=weights)
         tokenizer.save_pretrained(draft)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(draft, folder)
@@ -818,29 +692,20 @@ class Stop:
         self.requested, self.since, self.work, self.flag, self.group = "", 0.0, None, torch.zeros(1), group
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-            threading.Thread(target=self.watch_launcher, args=(os.getppid(),), daemon=True).start()
-
+        self.launcher = os.getppid()
+        if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
+            # PR_SET_PDEATHSIG: nobody else ends the ranks of a dead launcher, and a new launch waits for their lock.
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     def on_signal(self, number: int, frame) -> None:
         # Launchers repeat signals, and a terminal signals launcher and ranks alike: only a later one insists.
         if self.requested and time.monotonic() - self.since > 2:
             os._exit(1)
+        if os.getppid() != self.launcher:
+            signal.alarm(20)  # Enough to save while all ranks live; where one does not, the others wait in vain.
         self.requested, self.since = signal.Signals(number).name, self.since or time.monotonic()
-
-    def watch_launcher(self, launcher: int) -> None:
-        """Stop when the launcher is gone: nobody else would end its ranks, and a new launch waits for their lock."""
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        self.requested = "the launcher's death"
-        time.sleep(20)  # Enough to save while all ranks live; where one does not, the others wait in vain.
-        os._exit(1)
-
     def agreed(self, last: bool = False) -> bool:
-        """Whether to stop now, the same answer on every rank; call it once per step.
-
-        Each rank's wish goes into an all-reduce of a host tensor over gloo, started here and read at the next call: no
-        device takes part, and the exchange has a whole step to finish unnoticed.
-        """
+        """Whether to stop now, the same answer on every rank; call it once per step. Each rank's wish goes into an
+        all-reduce of a host tensor over gloo, started here and read at the next call: no device waits for it."""
         if self.group is None:
             return bool(self.requested)
         if self.work:
@@ -849,9 +714,7 @@ class Stop:
         self.work = None if last else dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return agreed
 
-
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
-
 @torch.no_grad()
 def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None) -> tuple[torch.Tensor, int]:
     """(this rank's loss sum, all target tokens) over the evaluation rows, each of them on one rank."""
@@ -864,19 +727,14 @@ def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None
     return torch.stack(losses).double().sum(), int(targets.sum())
 
 @torch.no_grad()
-def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -> dict[str, str]:
-    """Continuations of the prompts. All ranks generate the same, which sharded weights need and whole ones allow."""
-    samples, choice = {}, {"do_sample": True, "temperature": config.temperature} if config.temperature else {}
-    torch.manual_seed(seed)
+def sample(bare, accelerator: Accelerator, tokenizer, config: Eval) -> dict[str, str]:
+    """Greedy continuations of the prompts, made on all ranks: sharded weights need that and whole ones allow it."""
+    samples, pad = {}, tokenizer.pad_token_id or 0
     for i, text in enumerate(config.prompts):
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
         with accelerator.autocast():
             ids = bare.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens,
-                                pad_token_id=tokenizer.pad_token_id or 0, use_cache=True,
-                                synced_gpus=accelerator.num_processes > 1, **choice)
+                                use_cache=True, pad_token_id=pad, synced_gpus=accelerator.num_processes > 1)
         samples[f"eval/sample_{i}"] = tokenizer.decode(ids[0], skip_special_tokens=True)
         say(f"--- sample {i}\n{samples[f'eval/sample_{i}']}\n---")
     return samples
@@ -886,24 +744,21 @@ def draw_curves(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     loss, speed, clock = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
-    for axes, key, style, label in ((loss, "train/loss", "-", "training batch"), (loss, "eval/loss", "o-", "evaluation"),
-                                    (speed, "perf/tokens_per_second", "-", "while training")):
+    for axes, key, style in ((loss, "train/loss", "-"), (loss, "eval/loss", "o-"),
+                             (speed, "perf/tokens_per_second", "-")):
         points = [(line["train/tokens"] / 1e6, line[key]) for line in lines if line.get(key) is not None]
-        axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=label)
-        axes.legend()
-    loss.set(title="Loss", xlabel="tokens (millions)", ylabel="nats per token")
-    speed.set(title="Throughput", xlabel="tokens (millions)", ylabel="tokens per second", ylim=(0, None))
+        axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=key)
+        axes.set(xlabel="tokens (millions)", title={loss: "Loss", speed: "Throughput while training"}[axes])
+        axes.set_ylabel({loss: "nats per token", speed: "tokens per second"}[axes])
+    loss.legend()
     phases = {k[8:-8]: v for k, v in lines[-1].items() if k.endswith("_seconds") and k != "summary/wall_seconds"}
     clock.bar_label(clock.barh(*zip(*sorted(phases.items(), key=lambda phase: phase[1]))), fmt="%.1f", padding=3)
     clock.set(title="Where the time went", xlabel="seconds")
     figure.savefig(folder / "curves.png", dpi=110)
 
-
 # 9. main() and the loop -----------------------------------------------------------------------------------------------
-
 def say(text: str) -> None:
-    """Print from the main process only, without tearing the progress bar."""
-    if os.environ.get("RANK", "0") == "0" and text:
+    if os.environ.get("RANK", "0") == "0" and text:  # The main process; without tearing the progress bar.
         tqdm.write(text)
 
 def start_accelerator(config: Config) -> Accelerator:
@@ -916,45 +771,26 @@ def start_accelerator(config: Config) -> Accelerator:
     if (cpu := not torch.accelerator.is_available()) and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # accelerate launch sets 1 thread, whatever the machine has.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    sync = {"sync_with_dataloader": False, "sync_each_batch": config.batch.sync_each_micro_step}
+    launched, accumulation = int(os.environ.get("WORLD_SIZE", 1)), GradientAccumulationPlugin(
+        1, sync_with_dataloader=False, sync_each_batch=config.batch.sync_each_micro_step)
     try:
         accelerator = Accelerator(
-            cpu=cpu, log_with=config.run.trackers, project_dir=config.run.output_dir,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, **sync),
+            cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
+            gradient_accumulation_plugin=accumulation,
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+        if launched != accelerator.num_processes:
+            raise ValueError(f"Accelerate counts {accelerator.num_processes}, so each would train alone")
     except (ValueError, ImportError) as error:
-        raise library_error("launch", error) from error
-    if (launched := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:
-        raise UserError(f"launch: {launched} processes were started that do not see each other (Accelerate counts "
-                        f"{accelerator.num_processes}), so each would train alone; use a file of accelerate_configs/")
+        apart = f": {launched} processes were started that do not see each other; use a file of accelerate_configs/"
+        raise library_error(f"launch{apart if launched > 1 else ''}", error) from error
     if accelerator.parallelism_config and accelerator.parallelism_config.non_data_parallel_size > 1:
         raise UserError("launch: tensor, sequence and context parallelism are not supported; use dp_shard_size")
     return accelerator
 
 def versions() -> dict[str, str]:
-    """What made this run: library versions, and the git commit of the script where there is one."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    libraries = {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers", "datasets")}
-    return {"python": platform.python_version(), **libraries, "git_commit": git.stdout.strip()}
-
-def largest_micro_batch(most: int, loss_of, length: int, model: torch.nn.Module, accelerator: Accelerator) -> int:
-    """The largest size, in steps of a tenth, for which all ranks have memory for two passes over full rows."""
-    @find_executable_batch_size(starting_batch_size=most)
-    def attempt(size: int) -> int:
-        fits, row = torch.ones((), device=accelerator.device), [(np.zeros(length, int), np.zeros(length, int))]
-        try:
-            with accelerator.no_sync(model):
-                for _ in range(2):  # The second pass has the first one's gradients beside it.
-                    accelerator.backward(loss_of(collate([row] * size)) * 0)
-        except RuntimeError as error:
-            if not should_reduce_batch_size(error):
-                raise
-            fits.zero_()
-        model.zero_grad()
-        if accelerator.reduce(fits, "sum") < accelerator.num_processes:
-            raise RuntimeError("CUDA out of memory.")  # On every rank, in words that find_executable_batch_size knows.
-        return size
-    return attempt()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    libraries = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
+    return {"python": sys.version.split()[0], **libraries, "git_commit": git.stdout.strip()}
 
 def reports_errors(main):
     """Turns what ends a run into one message from one process and an exit status: 2 for the user's mistakes, else 1."""
@@ -963,7 +799,7 @@ def reports_errors(main):
         try:
             return main(sys.argv[1:] if argv is None else argv) or 0
         except SystemExit as error:  # argparse, after --help.
-            return error.code or 0
+            return error.code
         except (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException) as error:
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(5)  # The main process has most likely found the same and says it; the launcher then ends us.
@@ -983,30 +819,27 @@ def main(argv: list[str]) -> int | None:
     run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(), start_accelerator(config)
     device, ranks, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
     folder, rank = Path(run.output_dir), accelerator.process_index
-    lock = lock_folder(folder) if is_main else None
+    _lock = lock_folder(folder) if is_main else None
     [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if is_main else None])
 
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.trust_remote_code)
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
 
     # The model, wrapped as the launcher file says.
-    bare = build_model(config.model, model_config(config, len(tokenizer)), len(tokenizer), run.seed)
-    flops = flops_per_token(bare.config, config.model.lora, length)
+    needed = len(tokenizer) if config.data.format == "text" else 0  # Pre-tokenized data came with its vocabulary.
+    bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
+    flops = flops_per_token(bare.config, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
 
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compute_loss(model, {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
 
-    # The batch plan: what fits in memory, and what follows from it.
-    if (limit := config.batch.max_micro_batch_size) == "auto":
-        trained_state(model, [optimizer.optimizer])  # Makes the optimizer's state, which takes memory too.
-        limit = largest_micro_batch(-(-config.global_batch_size // ranks), loss_of, length, model, accelerator)
-        optimizer.optimizer.state.clear()
-    plan = plan_batch(config.global_batch_size, limit, ranks, length)
+    # The batch plan.
+    plan = plan_batch(config.global_batch_size, config.batch.max_micro_batch_size, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
     if steps_per_epoch < 1:
@@ -1017,30 +850,28 @@ def main(argv: list[str]) -> int | None:
 
     # Where to start.
     seen = dict.fromkeys(("step", "rows", "tokens", "real_tokens", "target_tokens"), 0)
-    record = {"max_steps": max_steps, "max_micro_batch_size": limit, "data_fingerprint": train_data.fingerprint(),
+    record = {"format": FORMAT, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
               "plan": asdict(plan), "versions": versions(), "config": config.model_dump()}
     if found:
         checkpoint, manifest = found
         seen = {name: manifest[name] for name in seen}
         if manifest["data_fingerprint"] != record["data_fingerprint"] and not run.allow_changes:
-            raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); choose "
-                            "a new run.output_dir, or continue all the same: --run.allow_changes true")
-        if seen["step"] >= max_steps and json.loads((folder / "status.json").read_text())["status"] == "finished":
-            return say(f"Finished already: {folder} holds all {max_steps:,} steps; raise run.max_steps, or choose a new "
-                       "run.output_dir.")
+            raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); "
+                            "choose a new run.output_dir, or continue all the same: --run.allow_changes true")
+        status = folder / "status.json"
+        if seen["step"] >= max_steps and status.exists() and json.loads(status.read_text())["status"] == "finished":
+            return say(f"Finished already: {folder} holds all {max_steps:,} steps. Give more, or a new run.output_dir.")
         load_checkpoint(checkpoint, model, [optimizer.optimizer])
-        say(f"Continuing after step {seen['step']:,} from {checkpoint}.")
-        if manifest["max_steps"] != max_steps:
-            say(f"The run has {max_steps:,} steps now, not {manifest['max_steps']:,}: from here on the learning rate is "
-                "that of the new length's schedule.")
+        say(f"Continuing after step {seen['step']:,} from {checkpoint}." + (
+            f" The run now has {max_steps:,} steps, not {manifest['max_steps']:,}: from here on the learning rate is "
+            "that of the new length's schedule." if manifest["max_steps"] != max_steps else ""))
     elif run.init_from:
         verify_checkpoint(Path(run.init_from))
         load_checkpoint(Path(run.init_from), model, [])
-    step, guard = seen["step"], Guard(run, device)
+    step, guard = seen["step"], Guard(run.on_nonfinite == "stop", device)
     stop = Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
 
     def write(values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and the same to the trackers."""
         if is_main:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
@@ -1051,8 +882,9 @@ def main(argv: list[str]) -> int | None:
             replace_file(folder / "status.json", json.dumps({"status": status, "step": step}))
 
     def skipped_steps() -> int:
-        first, count, must_end = guard.read()
-        if must_end:
+        """Updates not made so far; waits for the device. Raises ArithmeticError where the run must end."""
+        first, count, _, longest = map(int, guard.state.tolist())
+        if count and run.on_nonfinite == "stop" or longest >= run.max_nonfinite_steps:
             rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
             good = max((folder / "checkpoints").glob("step-*"), default="none")
             raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
@@ -1061,9 +893,8 @@ def main(argv: list[str]) -> int | None:
 
     def save() -> None:
         skipped_steps()  # Nothing poisoned is saved.
-        ended = meter.enter("checkpoint")
-        save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer,
-                        {"format": FORMAT, **seen, **record}, accelerator)
+        ended, manifest = meter.enter("checkpoint"), {**record, **seen}
+        save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
         meter.enter(ended)
 
     if is_main:
@@ -1071,25 +902,22 @@ def main(argv: list[str]) -> int | None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         file = folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others are redone.
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
         replace_file(file, "".join(line + "\n" for line in kept))
         replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": record["versions"]}))
     accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(record["config"]).items()})
     set_status("running")
-    write({f"plan/{name}": value for name, value in record["plan"].items()} | {"plan/tokens_per_step": plan.tokens_per_step})
-    prepare, pool = partial(
-        load_step, data=train_data, plan=plan, rank=rank, vocab_size=bare.get_input_embeddings().num_embeddings,
-        multiple=64 if config.model.compile != "none" else 1), ThreadPoolExecutor(1)  # Fewer widths, fewer compilations.
+    write({f"plan/{key}": value for key, value in {**asdict(plan), "tokens_per_step": plan.tokens_per_step}.items()})
+    vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
+    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size)
     upcoming = pool.submit(prepare, step + 1)
-    total, trained = (sum(p.numel() for p in bare.parameters() if p.requires_grad >= only) for only in (False, True))
-    ids, targets = (upcoming.result().micro_batches[0][name][0][:120] for name in ("input_ids", "targets"))
-    say(f"{plan}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; {steps_per_epoch:,.1f} "
-        f"steps per epoch, {max_steps:,} steps in this run.\nModel: {total:,} parameters, {trained:,} trained; "
-        f"{flops / 1e6:,.1f} MFLOPs per token.\nFirst row begins: {tokenizer.decode(ids)!r}\n"
+    ids, targets = (upcoming.result().micro_batches[-1][name][-1][:120] for name in ("input_ids", "targets"))
+    say(f"{plan}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; {steps_per_epoch:,.1f}"
+        f" steps per epoch, {max_steps:,} steps in this run.\nModel: {bare.num_parameters():,} parameters, "
+        f"{flops / 1e6:,.1f} MFLOPs per token.\nA row begins: {tokenizer.decode(ids)!r}\n"
         f"  in the loss of that: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
-
     bar = tqdm(total=max_steps, initial=step, disable=not (is_main and sys.stderr.isatty()), unit="step")
     stopped = False
     meter.enter("data")
@@ -1124,13 +952,13 @@ def main(argv: list[str]) -> int | None:
         meter.count(work)
         done = {"step": 1, "rows": len(work.rows)} | {name: getattr(work, name) for name in seen if "tokens" in name}
         seen = {name: seen[name] + done[name] for name in seen}
-
         line, last = {}, step == max_steps
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
             meter.enter("logging")
             line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch}
-            line |= {f"train/{name}": seen[name] for name in ("rows", "target_tokens")} | meter.rates(ranks, flops, peak)
+            line |= {"train/rows": seen["rows"], "train/target_tokens": seen["target_tokens"]}
+            line |= meter.rates(ranks, flops, peak)
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
             model.eval()
@@ -1138,30 +966,28 @@ def main(argv: list[str]) -> int | None:
             line["eval/loss"] = accelerator.reduce(loss_sum, "sum").item() / targets
             line["eval/perplexity"] = math.exp(min(line["eval/loss"], 700))
             meter.enter("sampling")
-            line |= sample(bare, accelerator, tokenizer, config.eval, run.seed)
+            line |= sample(bare, accelerator, tokenizer, config.eval)
             model.train()
         if line:
             meter.enter("logging")
             write({"train/tokens": seen["tokens"]} | line)
-            shown = {name: f"{line[name]:,.4g}" for name in SHOWN if line.get(name) is not None}
-            bar.set_postfix(shown)
-            left = timedelta(seconds=round((line.get("perf/step_seconds") or 0) * (max_steps - step)))
-            say(f"step {step:,}/{max_steps:,}  {'  '.join(map(' '.join, shown.items()))}  left {left}" * bar.disable)
+            shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
+            bar.set_postfix_str(shown)
+            minutes = (line.get("perf/step_seconds") or 0) * (max_steps - step) / 60
+            say(f"step {step:,}/{max_steps:,}  {shown}  {minutes:.1f} min left" if bar.disable else "")
         if last or run.save_every and step % run.save_every == 0:
             save()
         meter.enter("data")
         bar.update()
     bar.close()
-
     stop.agreed(last=True)
     if stopped and step > (found[1]["step"] if found else 0):
         save()
     meter.enter("checkpoint")
     if not stopped:
-        export_model(model, accelerator, tokenizer, folder / "model", bool(config.model.lora and config.model.lora.merge))
-    summary = meter.summary()
-    write(summary)
-    say("Seconds: " + ", ".join(f"{name[8:-8]} {spent:.1f}" for name, spent in summary.items() if name.endswith("seconds")))
+        export_model(model, accelerator, tokenizer, folder / "model")
+    write(summary := meter.summary())
+    say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
     if is_main and not stopped:
         draw_curves(folder)
     set_status("stopped" if stopped else "finished")

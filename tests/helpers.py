@@ -111,7 +111,7 @@ def start(folder: Path, config: dict, *overrides, processes: int | None = 1, lau
 
 def kill_tree(process: subprocess.Popen) -> None:
     """SIGKILL to a launcher and its ranks: these are in sessions of their own and would outlive it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    if process.poll() is None:  # Otherwise its number may be another's by now.
         launcher = psutil.Process(process.pid)
         for one in [launcher, *launcher.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):

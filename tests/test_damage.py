@@ -169,7 +169,8 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
 @pytest.mark.parametrize("how", [in_the_loss, in_the_gradient])
 def test_not_finite_skip(whole, tmp_path, monkeypatch, how):
     poison(monkeypatch, {3, 5}, how)
-    done = helpers.run(tmp_path, whole[0], "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2, "--run.save_every", 1)
+    skip = "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2
+    done = helpers.run(tmp_path, whole[0], *skip, "--run.save_every", 1)
     assert done.logged("train/skipped_steps") == [0, 0, 1, 1, 2, 2]
     saved = [tensors(done.folder / "checkpoints" / name) for name in done.checkpoints]
     assert [same(a, b) for a, b in itertools.pairwise(saved)] == [False, True, False, True, False]
@@ -195,7 +196,7 @@ def test_overflow(whole, tmp_path):
 
 
 def no_memory(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB.")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def limit_memory(monkeypatch, rows, where="forward"):
@@ -221,7 +222,8 @@ def test_auto_finds_what_fits(whole, tmp_path, monkeypatch, rows, where, micro_b
         (tmp_path / name).mkdir()
         results.append(helpers.run(tmp_path / name, whole[0], "--batch.max_micro_batch_size", limit))
     auto, explicit = results
-    assert auto.metrics[0]["plan/micro_batch_size"] == micro_batch_size and auto.metrics[0]["plan/global_batch_size"] == 10
+    plan = auto.metrics[0]
+    assert (plan["plan/micro_batch_size"], plan["plan/global_batch_size"]) == (micro_batch_size, 10)
     assert same(auto.weights, explicit.weights) and auto.losses == explicit.losses
     for checkpoint in auto.folder.glob("checkpoints/*"):
         assert json.loads((checkpoint / "manifest.json").read_text())["plan"]["micro_batch_size"] == micro_batch_size
@@ -262,7 +264,8 @@ def largest_file(size):
 def assert_disk_full(done, checkpoints):
     messages = re.findall("^error: .*", done.output, re.MULTILINE)
     assert len(messages) == 1 and "Traceback" not in done.output
-    assert re.search("File too large|No space left", messages[0]) and re.search(f"{done.folder}|run folder", messages[0])
+    assert re.search("File too large|No space left", messages[0])
+    assert re.search(f"{done.folder}|run folder", messages[0])
     assert [name for name in done.checkpoints if not name.startswith(".")] == checkpoints
     for name in checkpoints:
         assert complete(done.folder / "checkpoints" / name)
@@ -309,7 +312,8 @@ def test_disk_really_full(whole, tmp_path):
     disk = tmp_path / "run"
     disk.mkdir()
     size = sum(path.stat().st_size for path in (whole[1].folder / "checkpoints" / "step-00000002").iterdir())
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk takes privileges")
     try:
         done = helpers.run(tmp_path, whole[0], expect=1)  # Room for one checkpoint.
@@ -359,6 +363,7 @@ def test_less_memory_on_one_rank(whole, tmp_path, monkeypatch):
 
 
 def test_out_of_memory_on_one_rank(whole, tmp_path, monkeypatch):
-    done, messages = launch(tmp_path, monkeypatch, "test_damage.limit_memory(pytest.MonkeyPatch(), 2)", whole[0], expect=1)
+    patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
+    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], expect=1)
     assert len(messages) == 1 and "max_micro_batch_size" in messages[0]
     assert "Connection closed" not in done.output

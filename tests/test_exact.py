@@ -55,6 +55,7 @@ def test_equals_the_plain_loop(truth, tmp_path, case):
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)  # So any two splits agree to 1e-6.
     assert done.logged("eval/perplexity")[-1] == pytest.approx(np.exp(did.eval_losses[30]), rel=1e-5)
+    assert "UserWarning" not in done.output  # Nothing that the user cannot act on.
 
 
 @pytest.mark.parametrize("processes", [None, 2])

@@ -146,7 +146,7 @@ ABSENT = {
     "run": {"output_dir": "absent/run", "max_tokens": 10**12, "init_from": "absent/checkpoint", "trackers": ["wandb"]},
     "batch": {"global_batch_size": 16, "max_micro_batch_size": 4},
     "data": {"path": "nobody/no-data", "tokenizer": "nobody/no-tokenizer", "sequence_length": 4096},
-    "model": {"pretrained": "nobody/no-model", "attention": "flash_attention_3", "dtype": "bfloat16"},
+    "model": {"pretrained": "nobody/no-model", "attention": "flash_attention_3"},
 }
 
 
@@ -221,12 +221,6 @@ def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
     assert "4 or 8 processes" in table[1]["nearest even"]  # 2 or 4 groups share 16 rows evenly.
     _, printed = plans(8, 3, status=2)
     assert "3 processes do not form groups of 2" in printed
-
-
-def test_plan_of_an_automatic_limit_says_what_it_assumes(plans):
-    table, printed = plans(1, 4, batch={"max_micro_batch_size": "auto"})
-    assert [numbers(line, "micro-batch", "accumulation") for line in table] == [(16, 1), (4, 1)]
-    assert re.search(r"max_micro_batch_size is auto.*fit", printed)
 
 
 def test_plan_counts_tokens_where_the_config_does(plans):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, write_rows
+from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, tiny_model, write_rows
 from reference import learning_rate, shuffled, train_reference
 
 STEPS = list(range(1, 31))
@@ -117,6 +117,13 @@ def test_killed_between_the_last_checkpoint_and_the_export(whole, again):
     assert_same(done, whole[1])
 
 
+def test_finished_checkpoint_into_a_new_folder(whole, tmp_path):
+    """run.resume names a checkpoint of another run folder, with no step left to do: export and finish."""
+    config, first = whole
+    done = run(tmp_path, config, "--run.resume", first.folder / "checkpoints" / "step-00000030")
+    assert done.status == {"status": "finished", "step": 30} and difference(done.weights, first.weights) == 0
+
+
 def test_run_folder(whole):
     """Two checkpoints are kept, and their manifests say what was done, on what and with what."""
     config, done = whole
@@ -139,7 +146,7 @@ def test_run_folder(whole):
         assert manifest["files"] == {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
     resolved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert resolved["optim"].items() >= config["optim"].items() and resolved["versions"] == manifest["versions"]
-    assert resolved["data"]["num_workers"] == 0  # A default, too, is resolved.
+    assert resolved["optim"]["decay_fraction"] == 0.2  # A default, too, is resolved.
 
 
 def test_extended(again):
@@ -193,8 +200,8 @@ def test_harmless_changes_and_a_chosen_checkpoint(whole, again):
     chosen = before.folder / "checkpoints" / "step-00000025"
     harmless = {
         "run.resume": chosen, "run.log_every": 2, "run.eval_every": 3, "run.save_every": 2, "run.keep_checkpoints": 1,
-        "batch.max_micro_batch_size": 3, "batch.sync_each_micro_step": "true", "data.num_workers": 1,
-        "model.attention": "eager", "model.gradient_checkpointing": "true", "eval.max_rows": 4,
+        "batch.max_micro_batch_size": 3, "batch.sync_each_micro_step": "true",
+        "model.attention": "eager", "eval.max_rows": 4,
     }
     done = run(before.folder.parent, config, *(word for path, now in harmless.items() for word in (f"--{path}", now)))
     assert str(chosen) in done.output and done.checkpoints == ["step-00000030"]
@@ -225,6 +232,18 @@ def test_damaged_checkpoint_is_passed_over(whole, again):
     assert str(damaged) in done.output and done.launches == [0, 25]
     assert done.checkpoints == ["step-00000025", "step-00000030"]  # Written anew, and the leftover is gone.
     assert_same(done, whole[1])
+
+
+def test_tied_weights(whole, tmp_path):
+    """A model whose output layer is its embedding: two names, one tensor, in checkpoint, resume and export."""
+    config = whole[0] | {"model": {"pretrained": str(tiny_model(tmp_path / "start", learned_positions=True))}}
+    done = run(tmp_path, config)
+    weights = done.weights
+    assert "lm_head.weight" not in weights
+    for name in ("model", "checkpoints/step-00000030"):
+        shutil.rmtree(done.folder / name)
+    done = run(tmp_path, config)
+    assert done.launches == [0, 25] and difference(done.weights, weights) < 1e-5
 
 
 def test_init_from(whole, tmp_path):

@@ -1,0 +1,169 @@
+"""The files of accelerate_configs/: Accelerate's own loader takes them, and what they start is one and the same run.
+
+Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32, so that only rounding may differ.
+"""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from helpers import ROOT, Done, difference, kill_tree, output_dir, run, tiny_config, write_config
+from safetensors.torch import load_file
+
+FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def start(folder: Path, config: dict, launcher: str, *options, settings=(), env=None) -> subprocess.Popen:
+    """`accelerate launch` of a shipped file with its GPUs replaced by CPU processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{launcher}.yaml", *options]
+    command += ["tests/wrapper_cpu_as_gpu.py", "train.py", "--config", write_config(folder, config), *settings]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | (env or {}), **pipe)
+
+
+def finish(*processes: subprocess.Popen) -> str:
+    """Wait for launchers; the output of all. Fails with it if one of them fails."""
+    with ExitStack() as stack:
+        for process in processes:
+            stack.callback(kill_tree, process)
+        output = "\n".join(process.communicate(timeout=240)[0] for process in processes)
+    assert not any(process.returncode for process in processes), output
+    return output
+
+
+def launch(folder: Path, config: dict, launcher: str, *options, settings=()) -> Done:
+    output = finish(start(folder, config, launcher, "--main_process_port", 0, *options, settings=settings))
+    return Done(0, output, output_dir(folder, config, settings))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_accelerate_understands(file):
+    """Its loader refuses unknown keys at the top; those inside fsdp_config and the like it would silently take."""
+    config = load_config_from_file(str(file))
+    parser = launch_command_parser()
+    options = {action.dest for action in parser._actions}
+    assert options >= config.fsdp_config.keys() | config.parallelism_config.keys()
+    args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
+    assert args.mixed_precision == ("no" if file.stem == "cpu" else "bf16")
+    assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp")) and int(args.fsdp_version) == (2 if args.use_fsdp else 1)
+    assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node")) and args.use_cpu == (file.stem == "cpu")
+    if file.stem == "hsdp":
+        assert args.parallelism_config_dp_replicate_size * args.parallelism_config_dp_shard_size == args.num_processes
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_command_at_its_head(file):
+    """It is one that Accelerate can parse, of this launcher file and of a config that exists."""
+    [command] = re.findall(r"^# +accelerate launch (.+)", file.read_text(), re.M)
+    args = launch_command_parser().parse_args(shlex.split(command))
+    assert ROOT / args.config_file == file and args.training_script == "train.py"
+    assert args.training_script_args[0] == "--config" and (ROOT / args.training_script_args[1]).is_file()
+
+
+CASES = {  # Launcher file, its options for fewer processes; then how many processes do how many micro-steps.
+    "DDP": ("multi_gpu", ("--num_processes", 2), (2, 3)),
+    "FSDP2": ("fsdp2", ("--num_processes", 2), (2, 3)),
+    "HSDP": ("hsdp", ("--num_processes", 4, "--num_machines", 1, "--parallelism_config_dp_shard_size", 2), (4, 2)),
+}
+IMMEDIATE = "--batch.sync_each_micro_step", "true"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = tiny_config(tmp_path_factory.mktemp("data"))
+    config["run"] |= {"save_every": 10, "keep_checkpoints": 3}
+    config["batch"]["max_micro_batch_size"] = 2
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(config, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case, or for None that of one process. Each is made once."""
+    @cache
+    def result(case: str | None, *settings) -> Done:
+        folder = tmp_path_factory.mktemp("run")
+        if case is None:
+            return run(folder, config, "--batch.max_micro_batch_size", 10, *settings)
+        launcher, options, plan = CASES[case]
+        done = launch(folder, config, launcher, "--mixed_precision", "no", *options, settings=settings)
+        assert (done.metrics[0]["plan/num_processes"], done.metrics[0]["plan/grad_accum_steps"]) == plan
+        return done
+
+    return result
+
+
+def assert_same(done: Done, one: Done, after: int = 0) -> None:
+    """From the step after which it began, the run is that of one process."""
+    assert done.launches == [after]
+    np.testing.assert_allclose(done.losses, one.losses[after:], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), one.logged("train/grad_norm")[after:], rtol=1e-5)
+    np.testing.assert_allclose(done.logged("eval/loss"), one.logged("eval/loss"), rtol=1e-6)
+    assert difference(done.weights, one.weights) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_run_of_one_process(runs, case):
+    one = runs(None)
+    assert 5 < (np.array(one.logged("train/grad_norm")) > 1.1).sum() < 25  # Clipping matters in some steps only.
+    assert_same(runs(case), one)
+
+
+def test_checkpoint_moves_between_strategies(runs):
+    """From step 10 of DDP to FSDP2, from step 20 of that to HSDP and to one process; averaging at once this time."""
+    one = runs(None)
+    moved = runs("FSDP2", *IMMEDIATE, "--run.resume", runs("DDP").folder / "checkpoints" / "step-00000010")
+    assert_same(moved, one, after=10)
+    checkpoint = moved.folder / "checkpoints" / "step-00000020"
+    assert_same(runs("HSDP", *IMMEDIATE, "--run.resume", checkpoint), one, after=20)
+    assert_same(runs(None, "--run.resume", checkpoint), one, after=20)
+
+
+def test_two_machines(runs, config, tmp_path):
+    """multi_node.yaml as two machines of two processes on loopback that share the run folder and no cache."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    machines = []
+    for rank in range(2):
+        home = tmp_path / f"machine-{rank}"
+        machines.append(start(
+            tmp_path, config, "multi_node", "--mixed_precision", "no", "--num_processes", 4, "--machine_rank", rank,
+            "--main_process_ip", "127.0.0.1", "--main_process_port", port,
+            env={"HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets")}))
+    output = finish(*machines)
+    assert output.count("Batch plan") == 1  # Only the main process of the first machine speaks.
+    assert_same(Done(0, output, tmp_path / "run"), runs(None))
+
+
+WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depend on the length of the run.
+
+
+def test_one_device_in_bf16(runs, config, tmp_path):
+    losses = launch(tmp_path, config, "single", settings=WARMUP).losses
+    np.testing.assert_allclose(losses, runs(None).losses[:5], rtol=1e-2)
+    assert losses != pytest.approx(runs(None).losses[:5], rel=1e-6)  # It was not float32.
+
+
+def test_fsdp2_in_bf16_adds_up_gradients_in_float32(runs, config, tmp_path):
+    """With beta1 0 and no clipping AdamW's first moment is the gradient: its digits tell how it was added up."""
+    settings = *WARMUP, "--optim.adam_beta1", 0, "--optim.max_grad_norm", "null"
+    done = launch(tmp_path, config, "fsdp2", "--num_processes", 2, settings=settings)
+    assert done.losses[0] == pytest.approx(runs(None).losses[0], rel=1e-2)
+    moments = {}
+    for file in (done.folder / "checkpoints" / "step-00000005").glob("*.safetensors"):
+        moments |= {name: tensor for name, tensor in load_file(file).items() if name.endswith("exp_avg")}
+    assert moments
+    for name, gradient in moments.items():
+        gradient = gradient[gradient != 0]
+        assert (gradient.bfloat16() != gradient).float().mean() > 0.1, f"{name} holds nothing but bf16 numbers"

@@ -1,0 +1,35 @@
+"""Runs a script on CPU processes through the code that Accelerate keeps for GPUs: FSDP2, HSDP, several machines.
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml tests/wrapper_cpu_as_gpu.py train.py ...
+
+So the launcher files that ship are what is tested, with gloo in place of nccl. For tests only: it replaces what
+Accelerate finds out about the machine, and nothing of what it then does.
+"""
+
+import os
+import runpy
+import sys
+from functools import wraps
+
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # Otherwise DDP would be told a GPU's number.
+
+import accelerate
+from accelerate.state import DistributedType, PartialState
+
+BACKEND = ("gloo", DistributedType.MULTI_GPU) if "LOCAL_RANK" in os.environ else (None, DistributedType.NO)
+PartialState._prepare_backend = lambda *_, **__: BACKEND
+
+
+def without_cpu(init):
+    @wraps(init)
+    def wrapped(self, *args, **kwargs):
+        return init(self, *args, **kwargs | {"cpu": False})
+    return wrapped
+
+
+accelerate.Accelerator.__init__ = without_cpu(accelerate.Accelerator.__init__)
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
