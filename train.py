@@ -47,7 +47,6 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
-FORMAT = "accelerate-template 1"  # In every checkpoint's manifest: what has another one is not ours.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 
 # 1. Config ------------------------------------------------------------------------------------------------------------
@@ -124,6 +123,7 @@ class Eval(Section):
     max_rows: int | None = doc(None, "Evaluate on the first so many rows; null: all.", gt=0)
     prompts: Strings = doc([], "Prompts to continue after each evaluation.")
     max_new_tokens: int = doc(128, "Length of each continuation.", gt=0)
+    temperature: float = doc(0.8, "Sampling temperature of the continuations; 0: greedy.", ge=0)
 
 class Perf(Section):
     peak_tflops: float | None = doc(None, "Peak TFLOP/s of a device, for MFU; null: from the table, or none.", gt=0)
@@ -162,8 +162,7 @@ class Config(Section):
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
-HARMLESS = re.compile(r"run\.(?!seed).*|batch\.(max_micro|sync).*|eval\..*|perf\..*"
-                      r"|model\.(attention|trust_remote_code)")
+HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(attention|trust)).*")
 
 def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
     """Every setting by its dotted path."""
@@ -195,10 +194,10 @@ def describe(error: ValidationError) -> str:
 
 def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     """The validated config of a command line, and the process counts of --plan. Raises UserError for other words."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=help_text().replace("%", "%%"))
+    where, usage = "command line", help_text().replace("%", "%%")
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=usage)
     parser.add_argument("--config")
     parser.add_argument("--plan", nargs="+", type=int, default=[])
-    where = "command line"
     try:  # OmegaConf reads YAML as people do: 1e-4 is a number (a string in YAML 1.1), and no key is given twice.
         args, rest = parser.parse_known_args(argv)
         if not args.config or min(args.plan, default=1) < 1:
@@ -689,10 +688,10 @@ def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, fo
 class Stop:
     """Lets a signal to any rank stop all ranks after the same step."""
     def __init__(self, group: dist.ProcessGroup | None):
-        self.requested, self.since, self.work, self.flag, self.group = "", 0.0, None, torch.zeros(1), group
+        self.requested, self.since, self.launcher = "", 0.0, os.getppid()
+        self.work, self.flag, self.group = None, torch.zeros(1), group
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        self.launcher = os.getppid()
         if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
             # PR_SET_PDEATHSIG: nobody else ends the ranks of a dead launcher, and a new launch waits for their lock.
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -727,14 +726,16 @@ def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None
     return torch.stack(losses).double().sum(), int(targets.sum())
 
 @torch.no_grad()
-def sample(bare, accelerator: Accelerator, tokenizer, config: Eval) -> dict[str, str]:
-    """Greedy continuations of the prompts, made on all ranks: sharded weights need that and whole ones allow it."""
-    samples, pad = {}, tokenizer.pad_token_id or 0
+def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -> dict[str, str]:
+    """Continuations of the prompts. All ranks make the same ones: sharded weights need that and whole ones allow it."""
+    samples, choice = {}, {"synced_gpus": accelerator.num_processes > 1}
+    choice |= {"do_sample": True, "temperature": config.temperature} if config.temperature else {}
+    torch.manual_seed(seed)
     for i, text in enumerate(config.prompts):
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
         with accelerator.autocast():
-            ids = bare.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.max_new_tokens,
-                                use_cache=True, pad_token_id=pad, synced_gpus=accelerator.num_processes > 1)
+            ids = bare.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **choice,
+                                max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
         samples[f"eval/sample_{i}"] = tokenizer.decode(ids[0], skip_special_tokens=True)
         say(f"--- sample {i}\n{samples[f'eval/sample_{i}']}\n---")
     return samples
@@ -816,7 +817,7 @@ def main(argv: list[str]) -> int | None:
     config, process_counts = load_config(argv)
     if process_counts:
         return print_plans(config, process_counts)
-    run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(), start_accelerator(config)
+    run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(started=STARTED), start_accelerator(config)
     device, ranks, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
     folder, rank = Path(run.output_dir), accelerator.process_index
     _lock = lock_folder(folder) if is_main else None
@@ -850,7 +851,7 @@ def main(argv: list[str]) -> int | None:
 
     # Where to start.
     seen = dict.fromkeys(("step", "rows", "tokens", "real_tokens", "target_tokens"), 0)
-    record = {"format": FORMAT, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
+    record = {"format": 1, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
               "plan": asdict(plan), "versions": versions(), "config": config.model_dump()}
     if found:
         checkpoint, manifest = found
@@ -966,7 +967,7 @@ def main(argv: list[str]) -> int | None:
             line["eval/loss"] = accelerator.reduce(loss_sum, "sum").item() / targets
             line["eval/perplexity"] = math.exp(min(line["eval/loss"], 700))
             meter.enter("sampling")
-            line |= sample(bare, accelerator, tokenizer, config.eval)
+            line |= sample(bare, accelerator, tokenizer, config.eval, run.seed)
             model.train()
         if line:
             meter.enter("logging")
@@ -995,6 +996,5 @@ def main(argv: list[str]) -> int | None:
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
     pool.shutdown(cancel_futures=True)
     accelerator.end_training()
-
 if __name__ == "__main__":
     sys.exit(main())

