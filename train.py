@@ -11,8 +11,8 @@ optimizer state and a small manifest; no state of a scheduler, sampler or data l
 1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
 table of contents and the training loop: start there.
 """
-import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, shutil, signal, subprocess, sys, sysconfig
-import time, warnings, zlib
+import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, resource, shutil, signal, subprocess
+import sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 
 STARTED = time.perf_counter()  # Importing the libraries is part of the run's start-up time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Processes share that work, see tokenize().
-
 import accelerate
 import datasets
 import numpy as np
@@ -64,11 +63,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 class Run(Section):
-    output_dir: str = doc("runs/default", "Run folder; the same command continues what it finds there.")
+    output_dir: str = doc("runs/default", "Run folder; the same command continues what it finds there.", min_length=1)
     max_steps: int | None = doc(None, "Length in optimizer steps (one of max_steps, max_epochs, max_tokens).", gt=0)
     max_epochs: float | None = doc(None, "Length in passes over the data, rounded up to whole steps.", gt=0)
     max_tokens: int | None = doc(None, "Length in tokens, rounded up to whole steps.", gt=0)
-    seed: int = doc(0, "Seed of the initial weights, the row order and dropout.", ge=0)
+    seed: int = doc(0, "Seed of the initial weights, the row order and dropout.", ge=0, lt=2**32)
     log_every: int = doc(10, "Steps between log lines; device values are read on the host only there.", gt=0)
     eval_every: int = doc(100, "Steps between evaluations; 0: only after the last step.", ge=0)
     save_every: int = doc(100, "Steps between checkpoints; 0: only after the last step.", ge=0)
@@ -158,7 +157,6 @@ class Config(Section):
         return self
     @property
     def global_batch_size(self) -> int:
-        """Rows per optimizer step."""
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
@@ -177,7 +175,7 @@ def help_text() -> str:
     for path, info in config_fields().items():
         kind = re.sub(r"\w+\.(?=[A-Z])|<class '|'>|Annotated\[(\w+).*?\)\]", r"\1", str(info.annotation))
         text += f"\n  --{path}  {kind}, default {json.dumps(info.default)}\n      {info.description}"
-    return text + "\n"
+    return text
 
 def describe(error: ValidationError) -> str:
     """A line per problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
@@ -194,8 +192,7 @@ def describe(error: ValidationError) -> str:
 
 def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     """The validated config of a command line, and the process counts of --plan. Raises UserError for other words."""
-    where, usage = "command line", help_text().replace("%", "%%")
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, usage=usage)
+    where, parser = "command line", argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config")
     parser.add_argument("--plan", nargs="+", type=int, default=[])
     try:  # OmegaConf reads YAML as people do: 1e-4 is a number (a string in YAML 1.1), and no key is given twice.
@@ -212,9 +209,10 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
         return Config.model_validate(OmegaConf.to_container(settings)), args.plan
     except ValidationError as error:
         raise UserError(f"{args.config}: {describe(error)}") from None
-    except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        raise UserError(f"{where}, {place}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # Counts from 0.
+        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+        raise UserError(f"{place}: {getattr(error, 'problem', None) or error}") from None
     except (OSError, ValueError, argparse.ArgumentError, OmegaConfBaseException) as error:
         raise UserError(f"{where}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
 
@@ -272,20 +270,20 @@ def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes:
     return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps, sequence_length)
 
 def print_plans(config: Config, process_counts: list[int]) -> None:
-    group = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
+    group, rows = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)), config.global_batch_size
+    limit, length = config.batch.max_micro_batch_size, config.data.sequence_length
     print("processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even")
     for n in process_counts:
-        limit, length = config.batch.max_micro_batch_size, config.data.sequence_length
-        plan = plan_batch(config.global_batch_size, limit, n, length, group)
+        plan = plan_batch(rows, limit, n, length, group)
         even = plan.even_neighbours() if plan.idle_share else "is even"
         print(f"{n:9,}  {plan.data_parallel_size:13,}  {plan.micro_batch_size:11,}  {plan.grad_accum_steps:12,}  "
-              f"{plan.global_batch_size:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
+              f"{rows:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
 def library_error(what: str, error: BaseException, name: str | None = None) -> UserError:
     """What a library said of something the user named, as one line."""
     hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
-    return UserError(f"{what}: {type(error).__name__}: {[*str(error).strip().splitlines(), 'no reason'][0]}{hint}")
+    return UserError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:600]}{hint}")
 
 def list_files(patterns: list[str]) -> list[str]:
     """The files that the patterns name, less those of !patterns; a folder stands for all in it."""
@@ -294,9 +292,9 @@ def list_files(patterns: list[str]) -> list[str]:
         pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
         pattern = os.path.join(pattern, "**") if os.path.isdir(pattern) else pattern
         files = [pattern] if "://" in pattern else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-        found += [file for file in files if not any(fnmatch.fnmatch(file, x) for x in excluded)]
-        if not found:
-            raise UserError(f"data.files: nothing matches {pattern!r} in {os.getcwd()}")
+        found += (kept := [file for file in files if not any(fnmatch.fnmatch(file, x) for x in excluded)])
+        if not kept:
+            raise UserError(f"data.files: nothing matches {pattern!r} less {excluded} in {os.getcwd()}")
     return found
 
 def load_source(source: Source) -> datasets.Dataset:
@@ -326,6 +324,8 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
     if column not in columns:
         raise UserError(f"data.column: no column {column!r}; the data has {', '.join(columns)}")
     if config.format == "tokens":
+        if not re.search(r"Value\('u?int", str(kind := documents.features[column])):
+            raise UserError(f"data.column: {column!r} holds {kind}, not lists of integers (token ids)")
         kept = documents.select_columns([column] + ["labels"] * ("labels" in columns)).flatten_indices()
         return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
     try:  # The arguments are plain values because they key the cache: a config object differs between launches.
@@ -430,7 +430,8 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int) 
         raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     order = np.argsort(lengths, kind="stable")
     micro_batches = [collate([data.read(row) for row in rows[order[p]]]) for p in plan.micro_batches(rank)]
-    ids = np.concatenate([batch["input_ids"].numpy().ravel() for batch in micro_batches])
+    ids = np.concatenate([batch[key].numpy().ravel() for batch in micro_batches for key in ("input_ids", "targets")])
+    ids = ids[ids != -100]
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 "
                         f"to {vocab_size - 1}; data.tokenizer must be the model's")
@@ -453,11 +454,11 @@ def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConf
     length, name, architecture = config.data.sequence_length, config.model.pretrained, config.model.architecture or {}
     given = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False} | architecture
     try:
-        auto, code = transformers.AutoConfig, config.model.trust_remote_code
-        found = auto.from_pretrained(name, trust_remote_code=code) if name else auto.for_model(**given)
+        load = partial(transformers.AutoConfig.from_pretrained, trust_remote_code=config.model.trust_remote_code)
+        found = load(name) if name else transformers.AutoConfig.for_model(**given)
     except Exception as error:
         raise library_error(f"model: cannot configure {name or architecture}", error, name) from error
-    if unknown := [key for key in architecture if key not in found.to_dict() and key not in found.attribute_map]:
+    if unknown := architecture.keys() & found.to_dict().keys() - type(found)().to_dict().keys():
         raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}")
     if length > (positions := getattr(found, "max_position_embeddings", None) or length):
         raise UserError(f"data.sequence_length {length} exceeds the model's {positions} positions")
@@ -519,7 +520,7 @@ class Guard:
         first, count, row, longest = self.state
         bad = 1 - (torch.isfinite(loss) & torch.isfinite(grad_norm)).float()
         optimizer.found_inf = bad = torch.maximum(bad, (first > 0).float()) if self.stop else bad
-        row, first = (row + 1) * bad, torch.where((first == 0) & (bad > 0), float(step), first)
+        first, row = torch.where((row == 0) & (bad > 0), float(step), first), (row + 1) * bad
         self.state = torch.stack([first, count + bad, row, torch.maximum(longest, row)])
 
 # 6. Throughput --------------------------------------------------------------------------------------------------------
@@ -552,7 +553,6 @@ class Meter:
         self.phase, self.since = phase, now
         return ended
     def count(self, step: Step) -> None:
-        """Book a finished step."""
         self.enter(self.phase)
         if self.warm:
             self.counts.update(steps=1, rows=len(step.rows), tokens=step.tokens, real_tokens=step.real_tokens)
@@ -635,7 +635,7 @@ def verify_checkpoint(folder: Path) -> dict:
         return manifest
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from None
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / 'manifest.json'} is not a manifest of this script") from None
 
 def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
@@ -665,8 +665,8 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch
     weights, moments, tensors = trained_state(model, optimizers)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    except Exception as error:
-        raise library_error(f"{folder} is of another model", error) from error
+    except (Exception, dcp.CheckpointException) as error:
+        raise UserError(f"{folder} is of another model: {str(error).strip().splitlines()[-1]}") from error
     weights |= {k: tensors[f"model.{k}"] for k in weights if f"model.{k}" in tensors}
     # What is no tensor (learning rate, weight decay, ...) stays the config's.
     moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
@@ -688,8 +688,8 @@ def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, fo
 class Stop:
     """Lets a signal to any rank stop all ranks after the same step."""
     def __init__(self, group: dist.ProcessGroup | None):
-        self.requested, self.since, self.launcher = "", 0.0, os.getppid()
-        self.work, self.flag, self.group = None, torch.zeros(1), group
+        self.requested, self.since, self.work, self.flag = "", 0.0, None, torch.zeros(1)
+        self.group, self.launcher = group, os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
@@ -745,8 +745,7 @@ def draw_curves(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     loss, speed, clock = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
-    for axes, key, style in ((loss, "train/loss", "-"), (loss, "eval/loss", "o-"),
-                             (speed, "perf/tokens_per_second", "-")):
+    for axes, key, style in (loss, "train/loss", "-"), (loss, "eval/loss", "o-"), (speed, "perf/tokens_per_second", ""):
         points = [(line["train/tokens"] / 1e6, line[key]) for line in lines if line.get(key) is not None]
         axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=key)
         axes.set(xlabel="tokens (millions)", title={loss: "Loss", speed: "Throughput while training"}[axes])
@@ -781,9 +780,12 @@ def start_accelerator(config: Config) -> Accelerator:
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
         if launched != accelerator.num_processes:
             raise ValueError(f"Accelerate counts {accelerator.num_processes}, so each would train alone")
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:
         apart = f": {launched} processes were started that do not see each other; use a file of accelerate_configs/"
-        raise library_error(f"launch{apart if launched > 1 else ''}", error) from error
+        raise library_error(f"launch or run.trackers{apart if launched > 1 else ''}", error) from error
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.parallelism_config and accelerator.parallelism_config.non_data_parallel_size > 1:
         raise UserError("launch: tensor, sequence and context parallelism are not supported; use dp_shard_size")
     return accelerator
@@ -799,12 +801,14 @@ def reports_errors(main):
     def wrapped(argv: list[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else argv) or 0
-        except SystemExit as error:  # argparse, after --help.
-            return error.code
-        except (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException) as error:
+        except BaseException as error:
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(5)  # The main process has most likely found the same and says it; the launcher then ends us.
-            print(f"error: {error}", file=sys.stderr, flush=True)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(5)  # The main process has most likely failed first and says why; the launcher then ends us.
+            if not isinstance(error, (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException)):
+                raise
+            reason = error if isinstance(error, UserError) else str(error).strip().splitlines()[-1]  # No traceback.
+            print(f"error: {reason}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, UserError) else 1
         finally:  # What accelerate keeps per process, so that main() can be called again.
             AcceleratorState._reset_state(True)
@@ -814,31 +818,31 @@ def reports_errors(main):
 @reports_errors
 def main(argv: list[str]) -> int | None:
     """Run one command line, without the program's name. Returns the exit status."""
+    if "--help" in argv:
+        return print(help_text())
     config, process_counts = load_config(argv)
     if process_counts:
         return print_plans(config, process_counts)
-    run, length, meter, accelerator = config.run, config.data.sequence_length, Meter(started=STARTED), start_accelerator(config)
-    device, ranks, is_main = accelerator.device, accelerator.num_processes, accelerator.is_main_process
-    folder, rank = Path(run.output_dir), accelerator.process_index
-    _lock = lock_folder(folder) if is_main else None
-    [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if is_main else None])
-
+    run, length, meter = config.run, config.data.sequence_length, Meter(started=STARTED)
+    folder, accelerator = Path(run.output_dir), start_accelerator(config)
+    device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    _lock = lock_folder(folder) if rank == 0 else None
+    [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if rank == 0 else None])
+    if not (folder / ".lock").exists():
+        raise UserError(f"run.output_dir {folder} is another folder on this machine; give one that all machines share")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.trust_remote_code)
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
-
     # The model, wrapped as the launcher file says.
     needed = len(tokenizer) if config.data.format == "text" else 0  # Pre-tokenized data came with its vocabulary.
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
     flops = flops_per_token(bare.config, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
-
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compute_loss(model, {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
-
     # The batch plan.
     plan = plan_batch(config.global_batch_size, config.batch.max_micro_batch_size, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
@@ -848,7 +852,6 @@ def main(argv: list[str]) -> int | None:
                         f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
-
     # Where to start.
     seen = dict.fromkeys(("step", "rows", "tokens", "real_tokens", "target_tokens"), 0)
     record = {"format": 1, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
@@ -871,19 +874,16 @@ def main(argv: list[str]) -> int | None:
         load_checkpoint(Path(run.init_from), model, [])
     step, guard = seen["step"], Guard(run.on_nonfinite == "stop", device)
     stop = Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
-
     def write(values: dict[str, Any]) -> None:
-        if is_main:
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        if rank == 0:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         accelerator.log({name: value for name, value in values.items() if value is not None}, step=step)
-
     def set_status(status: str) -> None:
-        if is_main:
+        if rank == 0:
             replace_file(folder / "status.json", json.dumps({"status": status, "step": step}))
-
     def skipped_steps() -> int:
-        """Updates not made so far; waits for the device. Raises ArithmeticError where the run must end."""
         first, count, _, longest = map(int, guard.state.tolist())
         if count and run.on_nonfinite == "stop" or longest >= run.max_nonfinite_steps:
             rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
@@ -891,14 +891,16 @@ def main(argv: list[str]) -> int | None:
             raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
                                   f"{count} in all. Rows: {rows}. Last good checkpoint: {good}")
         return count
-
     def save() -> None:
         skipped_steps()  # Nothing poisoned is saved.
         ended, manifest = meter.enter("checkpoint"), {**record, **seen}
         save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
         meter.enter(ended)
-
-    if is_main:
+    vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
+    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size)
+    upcoming = pool.submit(prepare, step + 1)
+    ids, targets = (upcoming.result().micro_batches[-1][name][-1][:120] for name in ("input_ids", "targets"))
+    if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         file = folder / "metrics.jsonl"
@@ -909,18 +911,13 @@ def main(argv: list[str]) -> int | None:
     accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(record["config"]).items()})
     set_status("running")
     write({f"plan/{key}": value for key, value in {**asdict(plan), "tokens_per_step": plan.tokens_per_step}.items()})
-    vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
-    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size)
-    upcoming = pool.submit(prepare, step + 1)
-    ids, targets = (upcoming.result().micro_batches[-1][name][-1][:120] for name in ("input_ids", "targets"))
     say(f"{plan}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; {steps_per_epoch:,.1f}"
         f" steps per epoch, {max_steps:,} steps in this run.\nModel: {bare.num_parameters():,} parameters, "
         f"{flops / 1e6:,.1f} MFLOPs per token.\nA row begins: {tokenizer.decode(ids)!r}\n"
         f"  in the loss of that: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
-    bar = tqdm(total=max_steps, initial=step, disable=not (is_main and sys.stderr.isatty()), unit="step")
-    stopped = False
+    bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
     meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
         step, work = step + 1, upcoming.result()
@@ -928,7 +925,6 @@ def main(argv: list[str]) -> int | None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
         torch.manual_seed(int(np.random.SeedSequence([run.seed, step, rank]).generate_state(1)[0]))
-
         meter.enter("micro_steps")
         loss = torch.zeros((), device=device)
         try:
@@ -947,6 +943,7 @@ def main(argv: list[str]) -> int | None:
         meter.enter("optimizer")
         loss = accelerator.reduce(loss, "sum") / work.target_tokens
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or math.inf)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
         guard.check(step, loss, grad_norm, optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -960,6 +957,9 @@ def main(argv: list[str]) -> int | None:
             line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch}
             line |= {"train/rows": seen["rows"], "train/target_tokens": seen["target_tokens"]}
             line |= meter.rates(ranks, flops, peak)
+            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Of the process, where there is no GPU.
+            held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
+            line["perf/peak_memory_gib"] = held / 2**30
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
             model.eval()
@@ -989,7 +989,7 @@ def main(argv: list[str]) -> int | None:
         export_model(model, accelerator, tokenizer, folder / "model")
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
-    if is_main and not stopped:
+    if rank == 0 and not stopped:
         draw_curves(folder)
     set_status("stopped" if stopped else "finished")
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."

@@ -23,22 +23,38 @@ from safetensors.torch import load_file
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
-def start(folder: Path, config: dict, launcher: str, *options, settings=(), env=None) -> subprocess.Popen:
+def start(folder: Path, config: dict, launcher: str, *options, settings=(), **popen) -> subprocess.Popen:
     """`accelerate launch` of a shipped file with its GPUs replaced by CPU processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{launcher}.yaml", *options]
-    command += ["tests/wrapper_cpu_as_gpu.py", "train.py", "--config", write_config(folder, config), *settings]
+    command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml", *options]
+    command += [ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"]
+    command += ["--config", write_config(folder, config), *settings]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | (env or {}), **pipe)
+    return subprocess.Popen(list(map(str, command)), **pipe, **popen)
 
 
-def finish(*processes: subprocess.Popen) -> str:
-    """Wait for launchers; the output of all. Fails with it if one of them fails."""
+def start_machines(folder: Path, config: dict, *, processes: int, settings=(), **popen) -> list[subprocess.Popen]:
+    """multi_node.yaml as two machines on loopback: both have caches of their own, and machine-N/ to work in."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        where = "--main_process_ip", "127.0.0.1", "--main_process_port", probe.getsockname()[1]
+    machines = []
+    for rank in range(2):
+        home = folder / f"machine-{rank}"
+        home.mkdir()
+        options = "--mixed_precision", "no", "--num_processes", processes, "--machine_rank", rank, *where
+        machines.append(start(folder, config, "multi_node", *options, settings=settings, cwd=home, env={
+            **os.environ, "HF_HOME": str(home / "cache"), "HF_DATASETS_CACHE": str(home / "cache" / "datasets")}))
+    return machines
+
+
+def finish(*processes: subprocess.Popen, fails: bool = False) -> str:
+    """Wait for launchers; the output of all."""
     with ExitStack() as stack:
         for process in processes:
             stack.callback(kill_tree, process)
         output = "\n".join(process.communicate(timeout=240)[0] for process in processes)
-    assert not any(process.returncode for process in processes), output
+    assert all(bool(process.returncode) == fails for process in processes), output
     return output
 
 
@@ -130,20 +146,15 @@ def test_checkpoint_moves_between_strategies(runs):
 
 
 def test_two_machines(runs, config, tmp_path):
-    """multi_node.yaml as two machines of two processes on loopback that share the run folder and no cache."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    machines = []
-    for rank in range(2):
-        home = tmp_path / f"machine-{rank}"
-        machines.append(start(
-            tmp_path, config, "multi_node", "--mixed_precision", "no", "--num_processes", 4, "--machine_rank", rank,
-            "--main_process_ip", "127.0.0.1", "--main_process_port", port,
-            env={"HF_HOME": str(home), "HF_DATASETS_CACHE": str(home / "datasets")}))
-    output = finish(*machines)
+    output = finish(*start_machines(tmp_path, config, processes=4))
     assert output.count("Batch plan") == 1  # Only the main process of the first machine speaks.
     assert_same(Done(0, output, tmp_path / "run"), runs(None))
+
+
+def test_two_machines_without_a_common_run_folder(config, tmp_path):
+    """Each would keep its half of every checkpoint, which is noticed too late if it is not noticed now."""
+    output = finish(*start_machines(tmp_path, config, processes=2, settings=("--run.output_dir", "here")), fails=True)
+    assert "error: run.output_dir here" in output and "Batch plan" not in output
 
 
 WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depend on the length of the run.
