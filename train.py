@@ -749,8 +749,8 @@ def draw_curves(folder: Path) -> None:
         points = [(line["train/tokens"] / 1e6, line[key]) for line in lines if line.get(key) is not None]
         axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=key)
         axes.set(xlabel="tokens (millions)", title={loss: "Loss", speed: "Throughput while training"}[axes])
-        axes.set_ylabel({loss: "nats per token", speed: "tokens per second"}[axes])
-    loss.legend()
+        axes.set(ylabel={loss: "nats per token", speed: "tokens per second"}[axes])
+    loss.legend(), speed.set_ylim(bottom=0)
     phases = {k[8:-8]: v for k, v in lines[-1].items() if k.endswith("_seconds") and k != "summary/wall_seconds"}
     clock.bar_label(clock.barh(*zip(*sorted(phases.items(), key=lambda phase: phase[1]))), fmt="%.1f", padding=3)
     clock.set(title="Where the time went", xlabel="seconds")
@@ -807,7 +807,7 @@ def reports_errors(main):
                 time.sleep(5)  # The main process has most likely failed first and says why; the launcher then ends us.
             if not isinstance(error, (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException)):
                 raise
-            reason = error if isinstance(error, UserError) else str(error).strip().splitlines()[-1]  # No traceback.
+            reason = str(error) if isinstance(error, UserError) else str(error).strip().splitlines()[-1]
             print(f"error: {reason}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, UserError) else 1
         finally:  # What accelerate keeps per process, so that main() can be called again.

@@ -38,6 +38,7 @@ CONFIG = ["--config", "TMP/config.yaml"]
 
 # What still ends otherwise: in a traceback, in a message that does not name the place, or in a run that goes on.
 KNOWN_GAPS = {
+    "unknown-model-type",
     "unknown-nested-field", "empty-prompt", "split-of-files",
     "warmup-longer-than-the-epochs", "only-patterns-to-leave-out", "file-types-mixed",
     "null-text", "null-tokens", "null-among-tokens",
