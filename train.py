@@ -15,6 +15,7 @@ import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, resou
 import sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -25,6 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Processes share that
 import accelerate
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -35,12 +37,13 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list
-from accelerate.utils.memory import should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,8 +59,9 @@ def doc(default: Any, text: str, **limits) -> Any:
     """A setting: its default, its line in --help and schema.json, and its range."""
     return Field(default, description=text, **limits)
 
-Strings = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value,
-                                               json_schema_input_type=str | list[str])]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value,
+                                              json_schema_input_type=Text | list[Text])]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -77,18 +81,19 @@ class Run(Section):
     allow_changes: bool = doc(False, "Continue although the config changes the mathematics of the started run.")
     on_nonfinite: Literal["stop", "skip"] = doc("stop", "Loss or gradient norm not finite: end, or skip that update.")
     max_nonfinite_steps: int = doc(10, "With on_nonfinite skip: end after this many skipped updates in a row.", gt=0)
-    trackers: Strings = doc(["tensorboard"], "Accelerate trackers that get every metric: tensorboard, wandb, ...")
+    trackers: Texts = doc(["tensorboard"], "Accelerate trackers that get every metric: tensorboard, wandb, ...")
 
 class Batch(Section):
     global_batch_size: int | None = doc(None, "Rows per step over all devices (this or global_batch_tokens).", gt=0)
     global_batch_tokens: int | None = doc(None, "Tokens per step, a multiple of data.sequence_length.", gt=0)
-    max_micro_batch_size: int = doc(8, "Most rows that fit on one device at once; it never changes the result.", gt=0)
+    max_micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = doc(
+        8, "Most rows that fit on one device at once; auto: found by trying at the start. It never changes the result.")
     sync_each_micro_step: bool = doc(False, "Average gradients each micro-step: less memory with FSDP2, more traffic.")
 
 class Source(Section):
     path: str | None = doc(None, "Dataset as load_dataset takes it (Hub name, local folder), or a save_to_disk folder.")
     name: str | None = doc(None, "Configuration of the dataset, as load_dataset takes it.")
-    files: Strings = doc([], "Local files, folders, globs, URLs; !patterns to leave out; {stdlib}: Python's library.")
+    files: Texts = doc([], "Local files, folders, globs, URLs; !patterns to leave out; {stdlib}: Python's library.")
     split: str = doc("train", "Split of the dataset.")
 
 class Data(Source):
@@ -120,7 +125,7 @@ class Optim(Section):
 
 class Eval(Section):
     max_rows: int | None = doc(None, "Evaluate on the first so many rows; null: all.", gt=0)
-    prompts: Strings = doc([], "Prompts to continue after each evaluation.")
+    prompts: Texts = doc([], "Prompts to continue after each evaluation.")
     max_new_tokens: int = doc(128, "Length of each continuation.", gt=0)
     temperature: float = doc(0.8, "Sampling temperature of the continuations; 0: greedy.", ge=0)
 
@@ -137,21 +142,18 @@ class Config(Section):
     perf: Perf = Perf()
     @model_validator(mode="after")
     def check(self) -> "Config":
-        run, data, model, batch, length = self.run, self.data, self.model, self.batch, self.data.sequence_length
-        tokens = batch.global_batch_tokens or length
+        data, length, tokens = self.data, self.data.sequence_length, self.batch.global_batch_tokens or 0
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
         rules = [
             (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are"),
-            ("model_type" not in (model.architecture or {"model_type"}), "model.architecture needs a model_type"),
-            (bool(data.path) == bool(data.files), "give exactly one of data.path or data.files"),
-            (data.eval_source and data.eval_fraction, "give at most one of data.eval_fraction and data.eval_source"),
-            (run.max_steps and self.optim.warmup_steps > run.max_steps,
-             f"optim.warmup_steps {self.optim.warmup_steps} exceeds run.max_steps {run.max_steps}")]
-        for path, section, *names in (("run", run, "max_steps", "max_epochs", "max_tokens"),
-                                      ("batch", batch, "global_batch_size", "global_batch_tokens"),
-                                      ("model", model, "pretrained", "architecture")):
-            given = sum(getattr(section, name) not in (None, {}) for name in names)
-            rules.append((given != 1, f"{path}: give exactly one of {', '.join(names)}, and null for the others"))
+            ("model_type" not in (self.model.architecture or ["model_type"]), "model.architecture needs a model_type"),
+            (data.files and (data.name or data.split != "train"), "data.name and data.split go with data.path"),
+            (data.eval_source and data.eval_fraction, "give at most one of data.eval_fraction and data.eval_source")]
+        for name, *choices in (
+                ("run", "max_steps", "max_epochs", "max_tokens"), ("batch", "global_batch_size", "global_batch_tokens"),
+                ("data", "path", "files"), ("model", "pretrained", "architecture")):
+            given = sum(bool(getattr(getattr(self, name), choice)) for choice in choices)
+            rules.append((given != 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others"))
         if problems := [message for wrong, message in rules if wrong]:
             raise ValueError(problems[0])
         return self
@@ -162,13 +164,10 @@ class Config(Section):
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
 HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(attention|trust)).*")
 
-def config_fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+def config_fields() -> dict[str, Any]:
     """Every setting by its dotted path."""
-    fields = {}
-    for name, info in section.model_fields.items():
-        nested = prefix == "" and issubclass(info.annotation, Section)
-        fields |= config_fields(info.annotation, f"{name}.") if nested else {prefix + name: info}
-    return fields
+    return {f"{section}.{name}": field for section, holder in Config.model_fields.items()
+            for name, field in holder.annotation.model_fields.items()}
 
 def help_text() -> str:
     text = f"{__doc__}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
@@ -184,8 +183,9 @@ def describe(error: ValidationError) -> str:
     for problem in error.errors():
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
-        near = [f"did you mean {name}?" for name in near or difflib.get_close_matches(path, known, 1)]
-        text = {"extra_forbidden": f"unknown key; {[*near, 'python train.py --help lists them all'][0]}",
+        near = near or difflib.get_close_matches(path.replace("eval_source.", ""), known)
+        hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
+        text = {"extra_forbidden": f"unknown key; {hint}",
                 "value_error": str(problem.get("ctx", {}).get("error"))}
         problems.setdefault(path, []).append(text.get(problem["type"], f"{problem['msg']}, not {problem['input']!r}"))
     return "\n".join(": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items())
@@ -272,18 +272,24 @@ def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes:
 def print_plans(config: Config, process_counts: list[int]) -> None:
     group, rows = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)), config.global_batch_size
     limit, length = config.batch.max_micro_batch_size, config.data.sequence_length
-    print("processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even")
-    for n in process_counts:
-        plan = plan_batch(rows, limit, n, length, group)
-        even = plan.even_neighbours() if plan.idle_share else "is even"
-        print(f"{n:9,}  {plan.data_parallel_size:13,}  {plan.micro_batch_size:11,}  {plan.grad_accum_steps:12,}  "
-              f"{rows:9,}  {plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
+    if limit == "auto":
+        limit = rows
+        print("max_micro_batch_size is found out at launch: shown for devices that hold all their rows at once.")
+    plans = [plan_batch(rows, limit, n, length, group) for n in process_counts]
+    more = [{"tokens_per_step": plan.tokens_per_step, "idle": f"{plan.idle_share:.1%}",
+             "nearest_even": plan.even_neighbours() if plan.idle_share else "is even"} for plan in plans]
+    print(pd.DataFrame([asdict(plan) | rest for plan, rest in zip(plans, more)]).to_string(index=False))
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
-def library_error(what: str, error: BaseException, name: str | None = None) -> UserError:
-    """What a library said of something the user named, as one line."""
-    hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
-    return UserError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:600]}{hint}")
+@contextmanager
+def explained(what: str, name: str | None = None):
+    """Turns what a library raises (of a dozen types) over something the user named into one message."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) and error.__cause__ else error
+        hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
+        raise UserError(f"{what}: {type(cause).__name__}: {' '.join(str(cause).split())[:9000]}{hint}") from error
 
 def list_files(patterns: list[str]) -> list[str]:
     """The files that the patterns name, less those of !patterns; a folder stands for all in it."""
@@ -295,22 +301,24 @@ def list_files(patterns: list[str]) -> list[str]:
         found += (kept := [file for file in files if not any(fnmatch.fnmatch(file, x) for x in excluded)])
         if not kept:
             raise UserError(f"data.files: nothing matches {pattern!r} less {excluded} in {os.getcwd()}")
+    if patterns and not found:
+        raise UserError(f"data.files: {patterns} only leave out; name what to take, too")
     return found
 
 def load_source(source: Source) -> datasets.Dataset:
     """The documents of one source, memory-mapped."""
     files, path = list_files(source.files), source.path
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-    try:
-        if files:
-            builder = builders.get(Path(files[0]).suffix, "text")
+    kinds = {builders.get(Path(file).suffix, "text"): Path(file).suffix for file in files}
+    if len(kinds) > 1:
+        raise UserError(f"data.files: {' and '.join(kinds.values())} files do not mix; choose by a pattern")
+    with explained(f"data: cannot load {path or files[0]}", path):
+        for builder in kinds:
             options = {"sample_by": "document"} if builder == "text" else {}  # Otherwise a document per line.
             return datasets.load_dataset(builder, data_files=files, split="train", **options)
         if os.path.isfile(os.path.join(path, "state.json")):
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, source.name, split=source.split)
-    except Exception as error:  # The library raises a dozen types for a user's mistakes.
-        raise library_error(f"data: cannot load {path or files[0]}", error.__cause__ or error, path) from error
 
 def tokenize_text(batch: dict, column: str, tokenizer) -> dict:
     """Token ids of each document, ending in the tokenizer's end-of-text token where it has one."""
@@ -323,17 +331,20 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
     columns, workers = documents.column_names, min(len(os.sched_getaffinity(0)), len(documents) // 64)
     if column not in columns:
         raise UserError(f"data.column: no column {column!r}; the data has {', '.join(columns)}")
+    kept = documents.select_columns([column] + ["labels"] * (config.format == "tokens" and "labels" in columns))
+    for name, values in zip(kept.column_names, kept.data.columns):
+        if config.format == "tokens" and not re.match(r"(large_)?list<\w+: u?int", str(values.type)):
+            raise UserError(f"data.column: {name!r} holds {values.type}, not lists of integers (token ids)")
+        if values.null_count or config.format == "tokens" and pc.list_flatten(values).null_count:
+            raise UserError(f"data.column: {name!r} holds null; leave such rows out")
     if config.format == "tokens":
-        if not re.search(r"Value\('u?int", str(kind := documents.features[column])):
-            raise UserError(f"data.column: {column!r} holds {kind}, not lists of integers (token ids)")
-        kept = documents.select_columns([column] + ["labels"] * ("labels" in columns)).flatten_indices()
+        kept = kept.flatten_indices()
         return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
-    try:  # The arguments are plain values because they key the cache: a config object differs between launches.
+    # The arguments are plain values because they key the cache: a config object differs between launches.
+    with explained(f"data: cannot use column {column!r} as {config.format}"):
         return documents.map(
             tokenize_text, batched=True, batch_size=64, fn_kwargs={"column": column, "tokenizer": tokenizer},
             remove_columns=columns, desc="Tokenizing", num_proc=workers or None)
-    except Exception as error:
-        raise library_error(f"data: cannot use column {column!r} as {config.format}", error) from error
 
 class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them.
@@ -390,15 +401,12 @@ class Dataset:
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
     if config.eval_fraction:
-        order, count = np.random.default_rng(seed).permutation(len(train)), round(len(train) * config.eval_fraction)
-        if not 0 < count < len(train):
-            raise UserError(f"data.eval_fraction: {config.eval_fraction} of {len(train)} documents leaves nothing to "
-                            "evaluate or to train on; use data.eval_source")
-        train, held_out = train.select(np.sort(order[count:])), train.select(np.sort(order[:count]))
+        with explained(f"data.eval_fraction: {config.eval_fraction} of {len(train)} documents; use data.eval_source"):
+            train, held_out = train.train_test_split(config.eval_fraction, seed=seed).values()
     parts = [part and tokenize(part, config, tokenizer) for part in (train, held_out)]
     return tuple(part and Dataset(part, config.packing, config.sequence_length, seed) for part in parts)
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> dict[str, torch.Tensor]:
+def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], device: torch.device) -> dict[str, torch.Tensor]:
     """Rows as int64 tensors [rows, width], padded on the right: input_ids, targets and, if any is packed, position_ids
     that start anew to keep documents apart. Padding needs no mask: it comes after every real token. No rows make one
     row without targets, because all ranks must take part in a pass."""
@@ -410,56 +418,48 @@ def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> dict[str, torch.
             input_ids[r, at : at + len(ids)], targets[r, at : at + len(ids)] = ids, following
             positions[r, at:] = np.arange(shape[1] - at)
             at += len(ids)
-    batch = {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
-    return batch | ({"position_ids": torch.from_numpy(positions)} if any(len(row) > 1 for row in rows) else {})
+    batch = {"input_ids": input_ids, "targets": targets}
+    batch |= {"position_ids": positions} if any(len(row) > 1 for row in rows) else {}
+    return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
-@dataclass
-class Step:
-    """The work of one optimizer step: this rank's micro-batches, and what all ranks process together."""
-    rows: np.ndarray
-    micro_batches: list[dict[str, torch.Tensor]]
-    target_tokens: int
-    real_tokens: int
-    tokens: int
-
-def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int) -> Step:
-    """The step's rows, sorted by length, cut as the plan says. Raises UserError for rows that cannot be trained on."""
+def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, device) -> tuple[list, dict]:
+    """A step's rows, sorted by length and cut as the plan says: (this rank's micro-batches, what all ranks process).
+    Raises UserError for rows that cannot be trained on."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
     if not targets.sum():
         raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     order = np.argsort(lengths, kind="stable")
-    micro_batches = [collate([data.read(row) for row in rows[order[p]]]) for p in plan.micro_batches(rank)]
-    ids = np.concatenate([batch[key].numpy().ravel() for batch in micro_batches for key in ("input_ids", "targets")])
-    ids = ids[ids != -100]
+    micro_batches = [[data.read(row) for row in rows[order[p]]] for p in plan.micro_batches(rank)]
+    ids = [x[x != -100] for batch in micro_batches for row in batch for piece in row for x in piece]
+    ids = np.concatenate([np.zeros(1, int), *ids])
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 "
                         f"to {vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
     pieces = [lengths[order[p]] for r in range(plan.data_parallel_size) for p in plan.micro_batches(r)]
     tokens = sum(max(1, len(piece)) * piece.max(initial=1) for piece in pieces)
-    return Step(rows, micro_batches, int(targets.sum()), int(lengths.sum()), int(tokens))
+    counts = {"rows": len(rows), "tokens": tokens, "real_tokens": lengths.sum(), "target_tokens": targets.sum()}
+    counts = {"step": 1} | {name: int(count) for name, count in counts.items()}
+    return [collate(batch, device) for batch in micro_batches], counts
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
 def load_tokenizer(name: str, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
     if name == "bytes":
         return transformers.ByT5Tokenizer()
-    try:
+    with explained(f"data.tokenizer: cannot load {name}", name):
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise library_error(f"data.tokenizer: cannot load {name}", error, name) from error
 
 def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConfig:
     """The transformers config of the model. Raises UserError for a model that does not exist or fit the data."""
     length, name, architecture = config.data.sequence_length, config.model.pretrained, config.model.architecture or {}
     given = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False} | architecture
-    try:
+    with explained(f"model: cannot configure {name or architecture}", name):
         load = partial(transformers.AutoConfig.from_pretrained, trust_remote_code=config.model.trust_remote_code)
         found = load(name) if name else transformers.AutoConfig.for_model(**given)
-    except Exception as error:
-        raise library_error(f"model: cannot configure {name or architecture}", error, name) from error
     if unknown := architecture.keys() & found.to_dict().keys() - type(found)().to_dict().keys():
-        raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}")
+        near = [x for key in unknown for x in difflib.get_close_matches(key, type(found)().to_dict(), cutoff=0.4)]
+        raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}; near are {near}")
     if length > (positions := getattr(found, "max_position_embeddings", None) or length):
         raise UserError(f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
@@ -468,14 +468,17 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
     """The model on the CPU, the same on every rank: from its seed, or from its files."""
     torch.manual_seed(seed)
     auto, name = transformers.AutoModelForCausalLM, config.pretrained
-    load = partial(auto.from_pretrained, name, config=found) if name else partial(auto.from_config, found)
-    try:
-        model = load(dtype=torch.float32, attn_implementation=config.attention,
-                     trust_remote_code=config.trust_remote_code)
+    options = {"dtype": torch.float32, "attn_implementation": config.attention,
+               "trust_remote_code": config.trust_remote_code}
+    with explained(f"model: cannot build {name or found.model_type}", name):
+        if name:
+            model, report = auto.from_pretrained(name, config=found, output_loading_info=True, **options)
+            if report["missing_keys"]:
+                raise ValueError(f"its files lack {', '.join(sorted(report['missing_keys']))}")
+        else:
+            model = auto.from_config(found, **options)
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
-    except Exception as error:
-        raise library_error(f"model: cannot build {name or found.model_type}", error, name) from error
     return model
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -487,7 +490,8 @@ def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
 def flops_per_token(found: transformers.PreTrainedConfig, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
     attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
+    with impossible, FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
         model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / length
@@ -552,10 +556,10 @@ class Meter:
         self.seconds[ended if self.warm or ended not in TRAINING else "warmup"] += now - self.since
         self.phase, self.since = phase, now
         return ended
-    def count(self, step: Step) -> None:
+    def count(self, step: dict[str, int]) -> None:
         self.enter(self.phase)
         if self.warm:
-            self.counts.update(steps=1, rows=len(step.rows), tokens=step.tokens, real_tokens=step.real_tokens)
+            self.counts.update(step)
         self.warm = True
     def rates(self, num_processes: int, flops: float, peak: float | None) -> dict[str, float | None]:
         """The perf/ metrics since the last call, None where no whole step lies in between."""
@@ -567,10 +571,10 @@ class Meter:
             "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
             "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
             "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
-            "step_seconds": (busy, count["steps"]), "data_seconds": (seconds["data"], count["steps"]),
+            "step_seconds": (busy, count["step"]), "data_seconds": (seconds["data"], count["step"]),
             # Padding is not useful work: the model's FLOPs are those of the real tokens.
             "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
-        return {f"perf/{name}": a / b if count["steps"] and b > 0 else None for name, (a, b) in ratios.items()}
+        return {f"perf/{name}": a / b if count["step"] and b > 0 else None for name, (a, b) in ratios.items()}
     def summary(self) -> dict[str, float]:
         self.enter(self.phase)
         total, busy = sum(self.seconds.values()), sum(self.seconds[phase] for phase in TRAINING)
@@ -587,11 +591,8 @@ def replace_file(path: Path, text: str) -> None:
     draft.write_text(text)
     os.replace(draft, path)
 
-def flatten(nested: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+def flatten(nested: dict) -> dict[str, Any]:
+    return pd.json_normalize(nested).to_dict("records")[0]
 
 def lock_folder(folder: Path) -> Any:
     """Hold the run folder while this process lives. Raises UserError if another run keeps it."""
@@ -602,20 +603,20 @@ def lock_folder(folder: Path) -> Any:
         reason = getattr(error, "strerror", None) or "in use by another run"
         raise UserError(f"run.output_dir {folder}: {reason}; choose another") from None
 
-def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict, dict, dict]:
-    """(weights, optimizer state, the tensors of both): what is trained, by the names of the bare model."""
+def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """What is trained, by the names of the bare model: the very tensors of the weights and of the optimizer's state.
+    What is no tensor (learning rate, weight decay, ...) is the config's."""
     options = dcp_state.StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, moments = dcp_state.get_state_dict(model, optimizers, options=options)
     tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, under the name of what they are tied to.
-    tensors = {f"model.{k}": v for k, v in weights.items() if k not in tied}
-    tensors |= {f"optimizer.{k}": v for k, v in moments.items() if isinstance(v, torch.Tensor)}
-    return weights, moments, tensors
+    tensors = {f"optimizer.{name}": value for name, value in moments.items() if isinstance(value, torch.Tensor)}
+    return tensors | {f"model.{name}": value for name, value in weights.items() if name not in tied}
 
 def save_checkpoint(folder: Path, keep: int, model, optimizer, manifest: dict, accelerator: Accelerator) -> None:
     final = folder / f"step-{manifest['step']:08d}"
     draft = folder / f".{final.name}.tmp"
     writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-    dcp.save(trained_state(model, [optimizer])[2], storage_writer=writer)
+    dcp.save(trained_state(model, [optimizer]), storage_writer=writer)
     if accelerator.is_main_process:
         files = {path.name: [path.stat().st_size, zlib.crc32(np.memmap(path))] for path in sorted(draft.iterdir())}
         replace_file(draft / "manifest.json", json.dumps(manifest | {"files": files}, indent=2))
@@ -662,21 +663,18 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load into the model and optimizers, whatever strategy and process count wrote the checkpoint."""
-    weights, moments, tensors = trained_state(model, optimizers)
+    tensors, reader = trained_state(model, optimizers), dcp.HuggingFaceStorageReader(str(folder))
+    saved = {name for name in reader.read_metadata().state_dict_metadata if name.startswith("model.")}
+    if surplus := saved - tensors.keys():
+        raise UserError(f"{folder} is of another model: it also has {min(surplus)}")
     try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        dcp.load(tensors, storage_reader=reader)  # In place.
     except (Exception, dcp.CheckpointException) as error:
         raise UserError(f"{folder} is of another model: {str(error).strip().splitlines()[-1]}") from error
-    weights |= {k: tensors[f"model.{k}"] for k in weights if f"model.{k}" in tensors}
-    # What is no tensor (learning rate, weight decay, ...) stays the config's.
-    moments |= {k: tensors[f"optimizer.{k}"] for k in moments if f"optimizer.{k}" in tensors}
-    options = dcp_state.StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
-    dcp_state.set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments, options=options)
 
 def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path) -> None:
     """Write what from_pretrained() loads. Every rank takes part: sharded weights are gathered."""
-    options, draft = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True), folder.with_name(".model.tmp")
-    weights = dcp_state.get_model_state_dict(model, options=options)
+    weights, draft = accelerator.get_state_dict(model), folder.with_name(".model.tmp")
     if accelerator.is_main_process:
         shutil.rmtree(draft, ignore_errors=True)
         accelerator.unwrap_model(model).save_pretrained(draft, state_dict=weights)
@@ -722,7 +720,7 @@ def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None
     own = rows[np.argsort(lengths, kind="stable")][rank :: plan.data_parallel_size]
     # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
     starts = range(0, -(-len(rows) // plan.data_parallel_size), size)
-    losses = [loss_of(collate([data.read(row) for row in own[start : start + size]])) for start in starts]
+    losses = [loss_of([data.read(row) for row in own[start : start + size]]) for start in starts]
     return torch.stack(losses).double().sum(), int(targets.sum())
 
 @torch.no_grad()
@@ -742,18 +740,17 @@ def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -
 
 def draw_curves(folder: Path) -> None:
     """curves.png from metrics.jsonl: loss against tokens, throughput, and where the time went."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(15, 4.5), layout="constrained")
     loss, speed, clock = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
-    for axes, key, style in (loss, "train/loss", "-"), (loss, "eval/loss", "o-"), (speed, "perf/tokens_per_second", ""):
-        points = [(line["train/tokens"] / 1e6, line[key]) for line in lines if line.get(key) is not None]
-        axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=key)
-        axes.set(xlabel="tokens (millions)", title={loss: "Loss", speed: "Throughput while training"}[axes])
-        axes.set(ylabel={loss: "nats per token", speed: "tokens per second"}[axes])
-    loss.legend(), speed.set_ylim(bottom=0)
-    phases = {k[8:-8]: v for k, v in lines[-1].items() if k.endswith("_seconds") and k != "summary/wall_seconds"}
-    clock.bar_label(clock.barh(*zip(*sorted(phases.items(), key=lambda phase: phase[1]))), fmt="%.1f", padding=3)
-    clock.set(title="Where the time went", xlabel="seconds")
+    lines["tokens (millions)"] = lines.get("train/tokens", math.nan) / 1e6
+    for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
+        if key in lines and lines[key].notna().any():
+            lines.dropna(subset=key).plot("tokens (millions)", key, style=style, ax=axes)
+    loss.set(title="Loss", ylabel="nats per token")
+    speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
+    phases = lines.filter(regex="^summary/(?!wall).*_seconds$").iloc[-1].rename(lambda name: name[8:-8]).sort_values()
+    phases.plot.barh(ax=clock, title="Where the time went", xlabel="seconds")
+    clock.bar_label(clock.containers[0], fmt="%.1f", padding=3)
     figure.savefig(folder / "curves.png", dpi=110)
 
 # 9. main() and the loop -----------------------------------------------------------------------------------------------
@@ -773,18 +770,18 @@ def start_accelerator(config: Config) -> Accelerator:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     launched, accumulation = int(os.environ.get("WORLD_SIZE", 1)), GradientAccumulationPlugin(
         1, sync_with_dataloader=False, sync_each_batch=config.batch.sync_each_micro_step)
-    try:
+    apart = f": {launched} processes were started that do not see each other; use a file of accelerate_configs/"
+    with explained(f"launch or run.trackers{apart if launched > 1 else ''}"):
         accelerator = Accelerator(
             cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
             gradient_accumulation_plugin=accumulation,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)])
         if launched != accelerator.num_processes:
             raise ValueError(f"Accelerate counts {accelerator.num_processes}, so each would train alone")
-    except (ValueError, ImportError, RuntimeError) as error:
-        apart = f": {launched} processes were started that do not see each other; use a file of accelerate_configs/"
-        raise library_error(f"launch or run.trackers{apart if launched > 1 else ''}", error) from error
+    if missing := {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}:
+        raise UserError(f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = dist.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.parallelism_config and accelerator.parallelism_config.non_data_parallel_size > 1:
         raise UserError("launch: tensor, sequence and context parallelism are not supported; use dp_shard_size")
@@ -795,6 +792,30 @@ def versions() -> dict[str, str]:
     libraries = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
     return {"python": sys.version.split()[0], **libraries, "git_commit": git.stdout.strip()}
 
+def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accelerator: Accelerator) -> int:
+    """The largest size, in steps of a tenth, for which every rank has memory for two passes over full rows beside the
+    optimizer's state. Raises UserError if there is none."""
+    trained_state(model, [optimizer])  # Makes the optimizer's state.
+    row, size = [(np.zeros(length, int), np.zeros(length, int))], most
+    while size:
+        fits = torch.ones((), device=accelerator.device)
+        try:
+            with accelerator.no_sync(model):
+                for _ in range(2):  # The second pass has the first one's gradients beside it.
+                    accelerator.backward(loss_of([row] * size) * 0)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            fits.zero_()
+        model.zero_grad()
+        clear_device_cache(garbage_collection=True)
+        if accelerator.reduce(fits, "sum") == accelerator.num_processes:
+            optimizer.state.clear()
+            return size
+        size = size * 9 // 10
+    raise UserError(f"batch.max_micro_batch_size: no memory for even one row of data.sequence_length {length}; make it "
+                    "or the model smaller, or shard the model by accelerate_configs/fsdp2.yaml")
+
 def reports_errors(main):
     """Turns what ends a run into one message from one process and an exit status: 2 for the user's mistakes, else 1."""
     @wraps(main)
@@ -802,13 +823,17 @@ def reports_errors(main):
         try:
             return main(sys.argv[1:] if argv is None else argv) or 0
         except BaseException as error:
-            if os.environ.get("RANK", "0") != "0":
+            for failure, _ in getattr(error, "failures", {}).values():  # A checkpoint's, by rank.
+                error = failure
+            lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # To a rank that says why it ended.
+            if lost or os.environ.get("RANK", "0") != "0":
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(5)  # The main process has most likely failed first and says why; the launcher then ends us.
-            if not isinstance(error, (UserError, ArithmeticError, OSError, MemoryError, dcp.CheckpointException)):
+                time.sleep(30 if lost else 5)  # The launcher ends this rank before it says the same, or less.
+            disk = isinstance(error, (OSError, SafetensorError))
+            if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError))):
                 raise
-            reason = str(error) if isinstance(error, UserError) else str(error).strip().splitlines()[-1]
-            print(f"error: {reason}", file=sys.stderr, flush=True)
+            note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
+            print(f"error: {error}{note}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, UserError) else 1
         finally:  # What accelerate keeps per process, so that main() can be called again.
             AcceleratorState._reset_state(True)
@@ -841,10 +866,13 @@ def main(argv: list[str]) -> int | None:
     flops = flops_per_token(bare.config, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
-    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return compute_loss(model, {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
+    def loss_of(rows: list) -> torch.Tensor:
+        return compute_loss(model, collate(rows, device))
     # The batch plan.
-    plan = plan_batch(config.global_batch_size, config.batch.max_micro_batch_size, ranks, length)
+    if (limit := config.batch.max_micro_batch_size) == "auto":
+        most = -(-config.global_batch_size // ranks)
+        limit = largest_micro_batch(most, loss_of, length, model, optimizer.optimizer, accelerator)
+    plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
     if steps_per_epoch < 1:
@@ -852,13 +880,17 @@ def main(argv: list[str]) -> int | None:
                         f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
+    if config.optim.warmup_steps > max_steps:
+        raise UserError(f"optim.warmup_steps {config.optim.warmup_steps} exceeds run.max_steps {max_steps:,}")
+    if eval_data and not eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1].any():
+        raise UserError("data.eval_source or data.eval_fraction: no target token in its rows; check the labels")
     # Where to start.
-    seen = dict.fromkeys(("step", "rows", "tokens", "real_tokens", "target_tokens"), 0)
+    seen = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0)
     record = {"format": 1, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
               "plan": asdict(plan), "versions": versions(), "config": config.model_dump()}
     if found:
         checkpoint, manifest = found
-        seen = {name: manifest[name] for name in seen}
+        seen = Counter({name: manifest[name] for name in seen})
         if manifest["data_fingerprint"] != record["data_fingerprint"] and not run.allow_changes:
             raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); "
                             "choose a new run.output_dir, or continue all the same: --run.allow_changes true")
@@ -897,9 +929,9 @@ def main(argv: list[str]) -> int | None:
         save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
         meter.enter(ended)
     vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
-    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size)
+    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
     upcoming = pool.submit(prepare, step + 1)
-    ids, targets = (upcoming.result().micro_batches[-1][name][-1][:120] for name in ("input_ids", "targets"))
+    ids, targets = (upcoming.result()[0][-1][name][-1][:120] for name in ("input_ids", "targets"))
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -920,7 +952,7 @@ def main(argv: list[str]) -> int | None:
     bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
     meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
-        step, work = step + 1, upcoming.result()
+        step, (micro_batches, counts) = step + 1, upcoming.result()
         upcoming = pool.submit(prepare, step + 1)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
@@ -928,28 +960,27 @@ def main(argv: list[str]) -> int | None:
         meter.enter("micro_steps")
         loss = torch.zeros((), device=device)
         try:
-            for batch in work.micro_batches:
+            for batch in micro_batches:
                 with accelerator.accumulate(model):
-                    micro_loss = loss_of(batch)
+                    micro_loss = compute_loss(model, batch)
                     loss += micro_loss.detach()
                     # Wanted is the gradient of the sum of micro_loss over all ranks and micro-steps, / target_tokens.
                     # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both multiply here.
-                    accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / work.target_tokens))
+                    accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / counts["target_tokens"]))
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
             raise MemoryError(f"out of memory in step {step}: set batch.max_micro_batch_size to "
                               f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
         meter.enter("optimizer")
-        loss = accelerator.reduce(loss, "sum") / work.target_tokens
+        loss = accelerator.reduce(loss, "sum") / counts["target_tokens"]
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or math.inf)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
         guard.check(step, loss, grad_norm, optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        meter.count(work)
-        done = {"step": 1, "rows": len(work.rows)} | {name: getattr(work, name) for name in seen if "tokens" in name}
-        seen = {name: seen[name] + done[name] for name in seen}
+        meter.count(counts)
+        seen.update(counts)
         line, last = {}, step == max_steps
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}

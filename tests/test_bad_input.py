@@ -37,22 +37,9 @@ CONFIG = ["--config", "TMP/config.yaml"]
 
 
 # What still ends otherwise: in a traceback, in a message that does not name the place, or in a run that goes on.
-KNOWN_GAPS = {
-    "unknown-model-type",
-    "unknown-nested-field", "empty-prompt", "split-of-files",
-    "warmup-longer-than-the-epochs", "only-patterns-to-leave-out", "file-types-mixed",
-    "null-text", "null-tokens", "null-among-tokens",
-    "evaluation-without-targets",
-    "unknown-architecture-setting", "key-heads-do-not-divide", "model-weights-incomplete",
-    "tracker-not-installed", "init_from-of-a-deeper-model",
-}
-
-
 def case(name, changes, *words, make=lambda tmp, data: None, argv=CONFIG, env=None, text=None):
     later = {"data.chat_template", "model.lora.target_modules"} & changes.keys() - train.config_fields().keys()
     marks = [pytest.mark.skip(f"{min(later)} is not in train.py yet")] if later else []
-    if name.replace(" ", "-") in KNOWN_GAPS:
-        marks.append(pytest.mark.xfail(reason="a known gap", strict=True))
     CASES.append(pytest.param(changes, words, make, argv, env or {}, text, id=name.replace(" ", "-"), marks=marks))
 
 
@@ -201,8 +188,6 @@ case("evaluation without targets",
      TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"},
      "data.eval_source", "no target", make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}))
 case("less data than a batch", {"batch.global_batch_size": 5000}, "data", "5000", "134 rows", "global", "smaller")
-case("nothing to evaluate", {"data.eval_fraction": 0.001}, "data.eval_fraction", "0.001 of 40 documents",
-     "data.eval_source")
 case("one document", ROWS | {"data.eval_fraction": 0.5}, "data.eval_fraction", "0.5 of 1 documents", "data.eval_source",
      make=jsonl({"text": "a" * 500}))
 
@@ -437,11 +422,8 @@ def test_enough_cases():
     (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),
     (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),  # Every rank finds it,
     (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}),  # only the main process,
-    # Known gaps: only another rank finds it, and the main process then adds the traceback of a lost peer; Accelerate's
-    # own failure of a launcher file.
-    pytest.param(2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}, marks=pytest.mark.xfail),
-    pytest.param(2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"},
-                 marks=pytest.mark.xfail),
+    (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}),  # only another rank.
+    (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}),
 ])
 def test_bad_launch(tmp_path, data, processes, changes, word, rows, env):
     jsonl(*[{"input_ids": row} for row in rows])(tmp_path, data)

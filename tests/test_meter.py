@@ -8,7 +8,7 @@ from helpers import run, tiny_config
 import train
 
 TRAINING = "data", "micro_steps", "optimizer"
-STEP = train.Step(rows=np.arange(8), micro_batches=[], target_tokens=500, real_tokens=768, tokens=1024)
+STEP = {"step": 1, "rows": 8, "tokens": 1024, "real_tokens": 768, "target_tokens": 500}
 
 
 class Clock:
