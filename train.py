@@ -11,7 +11,7 @@ optimizer state and a small manifest; no state of a scheduler, sampler or data l
 1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
 table of contents and the training loop: start there.
 """
-import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, resource, shutil, signal, subprocess
+import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, resource, shutil, signal
 import sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +27,7 @@ import accelerate
 import datasets
 import numpy as np
 import pandas as pd
+import peft
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -35,16 +36,13 @@ import torch.nn.functional as F
 import transformers
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from filelock import FileLock, Timeout
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list, memory
+from filelock import FileLock
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
@@ -54,6 +52,10 @@ SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "p
 # 1. Config ------------------------------------------------------------------------------------------------------------
 class UserError(ValueError):
     """A mistake in the config, the data, a checkpoint or the launch: ends as one message and exit status 2."""
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
 
 def doc(default: Any, text: str, **limits) -> Any:
     """A setting: its default, its line in --help and schema.json, and its range."""
@@ -97,8 +99,9 @@ class Source(Section):
     split: str = doc("train", "Split of the dataset.")
 
 class Data(Source):
-    format: Literal["text", "tokens"] = doc("text", "text: documents; tokens: input_ids, optional labels.")
-    column: str | None = doc(None, "Column of the documents; by default text or input_ids.")
+    format: Literal["text", "chat", "tokens"] = doc("text", "Documents; role and content lists; input_ids and labels.")
+    column: str | None = doc(None, "Column of the documents; by default text, messages or input_ids.")
+    chat_template: str | None = doc(None, "File with a Jinja chat template, in place of the tokenizer's.")
     tokenizer: str = doc("bytes", "Hub name or folder of a tokenizer; bytes: UTF-8 bytes, needs no files.")
     sequence_length: int = doc(512, "Most tokens in a row; longer documents continue in further rows.", ge=2)
     packing: Literal["none", "concat"] = doc("concat", "none: a document per row, padded; concat: joined and cut.")
@@ -110,6 +113,10 @@ class Model(Section):
     architecture: dict[str, Any] | None = doc(None, "From scratch: model_type and fields of its transformers config.")
     trust_remote_code: bool = doc(False, "Run the Python code that comes with the model or tokenizer.")
     attention: str = doc("sdpa", "transformers attention: sdpa, eager, flex_attention, flash_attention_2, ...")
+    dtype: Literal["float32", "bfloat16"] = doc("float32", "Of the weights; bfloat16 is for frozen ones, under lora.")
+    lora: dict[str, Any] | None = doc(None, "Train an adapter only: fields of peft.LoraConfig, as r and lora_alpha.")
+    gradient_checkpointing: bool = doc(False, "Recompute activations in the backward pass: less memory, slower.")
+    compile: Literal["none", "regional", "full"] = doc("none", "torch.compile each decoder layer, or the whole model.")
 
 class Optim(Section):
     learning_rate: float = doc(3e-4, "Peak learning rate of AdamW.", gt=0)
@@ -125,7 +132,7 @@ class Optim(Section):
 
 class Eval(Section):
     max_rows: int | None = doc(None, "Evaluate on the first so many rows; null: all.", gt=0)
-    prompts: Texts = doc([], "Prompts to continue after each evaluation.")
+    prompts: Texts = doc([], "Prompts to continue after each evaluation, as a user's turn if format is chat.")
     max_new_tokens: int = doc(128, "Length of each continuation.", gt=0)
     temperature: float = doc(0.8, "Sampling temperature of the continuations; 0: greedy.", ge=0)
 
@@ -144,25 +151,23 @@ class Config(Section):
     def check(self) -> "Config":
         data, length, tokens = self.data, self.data.sequence_length, self.batch.global_batch_tokens or 0
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
-        rules = [
-            (tokens % length, f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are"),
-            ("model_type" not in (self.model.architecture or ["model_type"]), "model.architecture needs a model_type"),
-            (data.files and (data.name or data.split != "train"), "data.name and data.split go with data.path"),
-            (data.eval_source and data.eval_fraction, "give at most one of data.eval_fraction and data.eval_source")]
+        require(not tokens % length,
+                f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are")
+        require("model_type" in (self.model.architecture or ["model_type"]), "model.architecture needs a model_type")
+        require(data.path or not data.name and data.split == "train", "data.name and data.split go with data.path")
+        require(not (data.eval_source and data.eval_fraction), "give at most one of data.eval_fraction and eval_source")
         for name, *choices in (
                 ("run", "max_steps", "max_epochs", "max_tokens"), ("batch", "global_batch_size", "global_batch_tokens"),
                 ("data", "path", "files"), ("model", "pretrained", "architecture")):
             given = sum(bool(getattr(getattr(self, name), choice)) for choice in choices)
-            rules.append((given != 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others"))
-        if problems := [message for wrong, message in rules if wrong]:
-            raise ValueError(problems[0])
+            require(given == 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others")
         return self
     @property
     def global_batch_size(self) -> int:
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
-HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(attention|trust)).*")
+HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(?!pre|arch|dtype|lora)).*")
 
 def config_fields() -> dict[str, Any]:
     """Every setting by its dotted path."""
@@ -184,8 +189,8 @@ def describe(error: ValidationError) -> str:
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
         near = near or difflib.get_close_matches(path.replace("eval_source.", ""), known)
-        hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
-        text = {"extra_forbidden": f"unknown key; {hint}",
+        near = [f"did you mean {name}?" for name in near] or ["python train.py --help lists them all"]
+        text = {"extra_forbidden": f"unknown key; {near[0]}",
                 "value_error": str(problem.get("ctx", {}).get("error"))}
         problems.setdefault(path, []).append(text.get(problem["type"], f"{problem['msg']}, not {problem['input']!r}"))
     return "\n".join(": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items())
@@ -225,10 +230,7 @@ class Plan:
     global_batch_size: int
     micro_batch_size: int
     grad_accum_steps: int
-    sequence_length: int
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.sequence_length
+    tokens_per_step: int
     @property
     def idle_share(self) -> float:
         """Mean share of a step in which a rank waits for those with one row more."""
@@ -251,34 +253,25 @@ class Plan:
         even = [n * processes // ranks for n in range(1, rows + 1) if rows % n == 0]
         counts = [n for n in even if n <= processes][-1:] + [n for n in even if n > processes][:1]
         return f"{' or '.join(map(str, sizes))} rows, {' or '.join(map(str, counts))} processes"
-    def __str__(self) -> str:
-        rows, ranks, steps = self.global_batch_size, self.data_parallel_size, self.grad_accum_steps
-        up_to = "up to " if rows % (ranks * steps) else ""
-        text = (f"Batch plan: every step trains on exactly {rows:,} rows x {self.sequence_length:,} tokens = "
-                f"{self.tokens_per_step:,} tokens.\n  {self.num_processes} process{'es' * (self.num_processes > 1)}: "
-                f"{ranks} data-parallel x {steps} accumulated x {up_to}{self.micro_batch_size} rows.")
-        uneven = f"\n  Uneven: ranks idle {self.idle_share:.1%} of the time. Even: {self.even_neighbours()}."
-        return text + uneven if self.idle_share else text
 
 def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes: int, sequence_length: int,
                group: int = 1) -> Plan:
     """As few passes as memory allows, then as even as possible. `group` ranks share their rows (model parallelism)."""
-    if num_processes % group:
-        raise UserError(f"{num_processes} processes do not form groups of {group}; launch a multiple of {group}")
+    require(not num_processes % group,
+            f"{num_processes} processes do not form groups of {group}; launch a multiple of {group}")
     rows = -(-global_batch_size // (num_processes // group))
     steps = -(-rows // max_micro_batch_size)
-    return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps, sequence_length)
+    return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps,
+                global_batch_size * sequence_length)
 
-def print_plans(config: Config, process_counts: list[int]) -> None:
-    group, rows = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)), config.global_batch_size
-    limit, length = config.batch.max_micro_batch_size, config.data.sequence_length
-    if limit == "auto":
-        limit = rows
-        print("max_micro_batch_size is found out at launch: shown for devices that hold all their rows at once.")
-    plans = [plan_batch(rows, limit, n, length, group) for n in process_counts]
-    more = [{"tokens_per_step": plan.tokens_per_step, "idle": f"{plan.idle_share:.1%}",
-             "nearest_even": plan.even_neighbours() if plan.idle_share else "is even"} for plan in plans]
-    print(pd.DataFrame([asdict(plan) | rest for plan, rest in zip(plans, more)]).to_string(index=False))
+def plan_table(plans: list[Plan]) -> str:
+    lines = ["processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even"]
+    for plan in plans:
+        ranks, rows, steps = plan.data_parallel_size, plan.micro_batch_size, plan.grad_accum_steps
+        even = plan.even_neighbours() if plan.idle_share else "is even"
+        lines.append(f"{plan.num_processes:9,}  {ranks:13,}  {rows:11,}  {steps:12,}  {plan.global_batch_size:9,}  "
+                     f"{plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
+    return "\n".join(lines)
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
 @contextmanager
@@ -286,8 +279,9 @@ def explained(what: str, name: str | None = None):
     """Turns what a library raises (of a dozen types) over something the user named into one message."""
     try:
         yield
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) and error.__cause__ else error
+        cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), cause)  # A checkpoint's.
         hint = "; without network access, give a local folder" if name and not os.path.exists(name) else ""
         raise UserError(f"{what}: {type(cause).__name__}: {' '.join(str(cause).split())[:9000]}{hint}") from error
 
@@ -299,10 +293,8 @@ def list_files(patterns: list[str]) -> list[str]:
         pattern = os.path.join(pattern, "**") if os.path.isdir(pattern) else pattern
         files = [pattern] if "://" in pattern else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         found += (kept := [file for file in files if not any(fnmatch.fnmatch(file, x) for x in excluded)])
-        if not kept:
-            raise UserError(f"data.files: nothing matches {pattern!r} less {excluded} in {os.getcwd()}")
-    if patterns and not found:
-        raise UserError(f"data.files: {patterns} only leave out; name what to take, too")
+        require(kept, f"data.files: nothing matches {pattern!r} less {excluded} in {os.getcwd()}")
+    require(found or not patterns, f"data.files: {patterns} only leave out; name what to take, too")
     return found
 
 def load_source(source: Source) -> datasets.Dataset:
@@ -310,8 +302,7 @@ def load_source(source: Source) -> datasets.Dataset:
     files, path = list_files(source.files), source.path
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
     kinds = {builders.get(Path(file).suffix, "text"): Path(file).suffix for file in files}
-    if len(kinds) > 1:
-        raise UserError(f"data.files: {' and '.join(kinds.values())} files do not mix; choose by a pattern")
+    require(len(kinds) < 2, f"data.files: {' and '.join(kinds.values())} files do not mix; choose by a pattern")
     with explained(f"data: cannot load {path or files[0]}", path):
         for builder in kinds:
             options = {"sample_by": "document"} if builder == "text" else {}  # Otherwise a document per line.
@@ -320,43 +311,55 @@ def load_source(source: Source) -> datasets.Dataset:
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, source.name, split=source.split)
 
+# Of each data.format: the column, the pattern of its Arrow type, and that in words.
+FORMATS = {"text": ("text", "(large_)?string", "text"),
+           "chat": ("messages", r"(large_)?list<.*\brole: .*\bcontent: ", "lists of role and content"),
+           "tokens": ("input_ids", r"(large_)?list<\w+: u?int", "lists of integers (token ids)")}
+
 def tokenize_text(batch: dict, column: str, tokenizer) -> dict:
     """Token ids of each document, ending in the tokenizer's end-of-text token where it has one."""
     ids, end = tokenizer(batch[column])["input_ids"], tokenizer.eos_token_id
     return {"input_ids": [x if end is None or x[-1:] == [end] else x + [end] for x in ids]}
 
+def tokenize_chat(batch: dict, column: str, tokenizer) -> dict:
+    """Token ids of each conversation, and labels that are -100 except for what the assistant says."""
+    render = partial(tokenizer.apply_chat_template, return_dict=True, return_assistant_tokens_mask=True)
+    rows = [render(messages) for messages in batch[column]]
+    labels = [[x if said else -100 for x, said in zip(row["input_ids"], row["assistant_masks"])] for row in rows]
+    return {"input_ids": [row["input_ids"] for row in rows], "labels": labels}
+
 def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.Dataset:
     """Documents as lists of token ids (and labels): in parallel, cached by the content of data and tokenizer."""
-    column = config.column or {"text": "text", "tokens": "input_ids"}[config.format]
-    columns, workers = documents.column_names, min(len(os.sched_getaffinity(0)), len(documents) // 64)
-    if column not in columns:
-        raise UserError(f"data.column: no column {column!r}; the data has {', '.join(columns)}")
+    default, kind, wanted = FORMATS[config.format]
+    columns, column = documents.column_names, config.column or default
+    require(column in columns, f"data.column: no column {column!r}; the data has {', '.join(columns)}")
     kept = documents.select_columns([column] + ["labels"] * (config.format == "tokens" and "labels" in columns))
     for name, values in zip(kept.column_names, kept.data.columns):
-        if config.format == "tokens" and not re.match(r"(large_)?list<\w+: u?int", str(values.type)):
-            raise UserError(f"data.column: {name!r} holds {values.type}, not lists of integers (token ids)")
-        if values.null_count or config.format == "tokens" and pc.list_flatten(values).null_count:
-            raise UserError(f"data.column: {name!r} holds null; leave such rows out")
+        require(re.match(kind, str(values.type)), f"data.column: {name!r} holds {values.type}, not {wanted}")
+        nulls = values.null_count or config.format == "tokens" and pc.list_flatten(values).null_count
+        require(not nulls, f"data.column: {name!r} holds null; leave such rows out")
     if config.format == "tokens":
         kept = kept.flatten_indices()
         return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
+    told = config.format != "chat" or tokenizer.is_fast and "generation %}" in (tokenizer.chat_template or "")
+    require(told, f"data.tokenizer {config.tokenizer}: no chat template that marks what the assistant says by "
+                  "{% generation %} and {% endgeneration %}, or no fast tokenizer; see data.chat_template")
     # The arguments are plain values because they key the cache: a config object differs between launches.
     with explained(f"data: cannot use column {column!r} as {config.format}"):
         return documents.map(
-            tokenize_text, batched=True, batch_size=64, fn_kwargs={"column": column, "tokenizer": tokenizer},
-            remove_columns=columns, desc="Tokenizing", num_proc=workers or None)
+            tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64, desc="Tokenizing",
+            fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
+            num_proc=min(len(os.sched_getaffinity(0)), len(documents) // 64) or None)
 
 class Dataset:
-    """Rows of tokens, and the endless stream of shuffled epochs over them.
-
-    Documents are tokenized once, into memory-mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the
-    stream of their tokens, piece p its tokens edges[p] to edges[p + 1] - 1, whatever the number of tokenizing workers.
-    """
+    """Rows of tokens, and the endless stream of shuffled epochs over them. Documents are tokenized once, into memory-
+    mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the stream of their tokens, piece p its tokens
+    edges[p] to edges[p + 1] - 1, whatever the number of tokenizing workers."""
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
         self.columns = {name: documents.data.column(name) for name in documents.column_names}
         lengths = {name: pc.list_value_length(column).to_numpy() for name, column in self.columns.items()}
-        if any((lengths[name] != lengths["input_ids"]).any() for name in lengths) or not lengths["input_ids"].any():
-            raise UserError("data: there are no tokens in it, or input_ids and labels differ in length")
+        equal = all((lengths[name] == lengths["input_ids"]).all() for name in lengths)
+        require(equal and lengths["input_ids"].any(), "data: no tokens, or input_ids and labels differ in length")
         self.offsets = np.concatenate(([0], np.cumsum(lengths["input_ids"], dtype=np.int64)))
         offsets = np.unique(self.offsets)  # Empty documents have no rows.
         if packing == "concat":  # Cut the stream at multiples of the row length.
@@ -375,8 +378,8 @@ class Dataset:
         """Row numbers at positions start to start + count - 1 of the shuffled stream."""
         epochs, offsets = np.divmod(np.arange(start, start + count), len(self))
         return np.concatenate([self.permutation(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
-    def read(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(input_ids, targets) of each piece; targets[i] is the token that follows input_ids[i], or -100 for none."""
+    def read(self, row: int) -> np.ndarray:
+        """int64 [3, tokens]: input_ids; targets, the token that follows each, or -100 for none; position in a piece."""
         pieces, edges = [], self.edges[self.first[row] : self.first[row + 1] + 1]
         for start, stop in zip(edges, edges[1:]):
             document = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -384,19 +387,18 @@ class Dataset:
             # Zero-copy views of the memory-mapped file; without labels, the tokens are their own.
             names = "input_ids", "labels" if "labels" in self.columns else "input_ids"
             ids, labels = (self.columns[name][document].values[span].to_numpy() for name in names)
-            pieces.append((ids, np.append(labels[1:], -100)))
-        return pieces
+            pieces.append(np.stack([ids, np.append(labels[1:], -100), np.arange(len(ids))]))
+        return np.concatenate(pieces, axis=1).astype(np.int64)
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, target tokens) of each row. A piece's first token is no target: nothing comes before it."""
         if "labels" in self.columns:
-            counts = [sum((targets != -100).sum() for _, targets in self.read(row)) for row in rows]
-            return self.lengths[rows], np.array(counts, int)
+            return self.lengths[rows], np.array([(self.read(row)[1] != -100).sum() for row in rows], int)
         return self.lengths[rows], self.lengths[rows] - (self.first[rows + 1] - self.first[rows])
     def fingerprint(self) -> int:
         """Tells whether a checkpoint was trained on these rows, in the order in which this numpy shuffles them."""
         some = np.random.default_rng([0, 0]).permutation(len(self))[:100]
-        ids = [ids.astype(np.int64) for row in some for ids, _ in self.read(row)]
-        return zlib.crc32(np.concatenate([some, *ids]).tobytes(), zlib.crc32(self.lengths.tobytes()))
+        ids = np.concatenate([some, *(self.read(row)[0] for row in some)])
+        return zlib.crc32(ids.tobytes(), zlib.crc32(self.lengths.tobytes()))
 
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
@@ -406,36 +408,29 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | No
     parts = [part and tokenize(part, config, tokenizer) for part in (train, held_out)]
     return tuple(part and Dataset(part, config.packing, config.sequence_length, seed) for part in parts)
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Rows as int64 tensors [rows, width], padded on the right: input_ids, targets and, if any is packed, position_ids
-    that start anew to keep documents apart. Padding needs no mask: it comes after every real token. No rows make one
-    row without targets, because all ranks must take part in a pass."""
-    shape = max(1, len(rows)), max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
-    input_ids, targets, positions = (np.full(shape, fill) for fill in (0, -100, 0))
+def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Rows as tensors [rows, width], padded on the right, which needs no mask: it comes after every real token. Packed
+    rows have position_ids, which keep documents apart. No rows make one without targets: all ranks must take part."""
+    batch = np.zeros((3, max(1, len(rows)), max((row.shape[1] for row in rows), default=1)), np.int64)
+    batch[1] = -100
     for r, row in enumerate(rows):
-        at = 0
-        for ids, following in row:
-            input_ids[r, at : at + len(ids)], targets[r, at : at + len(ids)] = ids, following
-            positions[r, at:] = np.arange(shape[1] - at)
-            at += len(ids)
-    batch = {"input_ids": input_ids, "targets": targets}
-    batch |= {"position_ids": positions} if any(len(row) > 1 for row in rows) else {}
-    return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        batch[:, r, : row.shape[1]] = row
+    packed = any((row[2] == 0).sum() > 1 for row in rows)
+    names = ["input_ids", "targets"] + ["position_ids"] * packed
+    return {name: tensor.to(device) for name, tensor in zip(names, torch.from_numpy(batch))}
 
 def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, device) -> tuple[list, dict]:
     """A step's rows, sorted by length and cut as the plan says: (this rank's micro-batches, what all ranks process).
     Raises UserError for rows that cannot be trained on."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
-    if not targets.sum():
-        raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
+    require(targets.any(), f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     order = np.argsort(lengths, kind="stable")
     micro_batches = [[data.read(row) for row in rows[order[p]]] for p in plan.micro_batches(rank)]
-    ids = [x[x != -100] for batch in micro_batches for row in batch for piece in row for x in piece]
-    ids = np.concatenate([np.zeros(1, int), *ids])
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise UserError(f"data: step {step} has token ids {ids.min()} to {ids.max()}, but the model's vocabulary is 0 "
-                        f"to {vocab_size - 1}; data.tokenizer must be the model's")
+    ids = np.concatenate([np.zeros((2, 1), int), *(row[:2] for batch in micro_batches for row in batch)], axis=1)
+    low, high = ids[ids != -100].min(), ids.max()
+    require(0 <= low and high < vocab_size, f"data: step {step} has token ids {low} to {high}, the model's vocabulary "
+            f"is 0 to {vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
     pieces = [lengths[order[p]] for r in range(plan.data_parallel_size) for p in plan.micro_batches(r)]
     tokens = sum(max(1, len(piece)) * piece.max(initial=1) for piece in pieces)
@@ -444,11 +439,13 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
     return [collate(batch, device) for batch in micro_batches], counts
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
-def load_tokenizer(name: str, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
-    if name == "bytes":
-        return transformers.ByT5Tokenizer()
-    with explained(f"data.tokenizer: cannot load {name}", name):
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+def load_tokenizer(config: Data, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
+    name, template = config.tokenizer, config.chat_template
+    with explained(f"data.tokenizer or data.chat_template: cannot load {name}", name):
+        load = partial(transformers.AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else load()
+        tokenizer.chat_template = Path(template).read_text() if template else tokenizer.chat_template
+        return tokenizer
 
 def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConfig:
     """The transformers config of the model. Raises UserError for a model that does not exist or fit the data."""
@@ -458,28 +455,36 @@ def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConf
         load = partial(transformers.AutoConfig.from_pretrained, trust_remote_code=config.model.trust_remote_code)
         found = load(name) if name else transformers.AutoConfig.for_model(**given)
     if unknown := architecture.keys() & found.to_dict().keys() - type(found)().to_dict().keys():
-        near = [x for key in unknown for x in difflib.get_close_matches(key, type(found)().to_dict(), cutoff=0.4)]
+        near = difflib.get_close_matches(min(unknown), type(found)().to_dict(), cutoff=0.4)
         raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}; near are {near}")
-    if length > (positions := getattr(found, "max_position_embeddings", None) or length):
-        raise UserError(f"data.sequence_length {length} exceeds the model's {positions} positions")
+    positions = getattr(found, "max_position_embeddings", None) or length
+    require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
 
 def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int) -> torch.nn.Module:
     """The model on the CPU, the same on every rank: from its seed, or from its files."""
     torch.manual_seed(seed)
     auto, name = transformers.AutoModelForCausalLM, config.pretrained
-    options = {"dtype": torch.float32, "attn_implementation": config.attention,
+    options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention,
                "trust_remote_code": config.trust_remote_code}
     with explained(f"model: cannot build {name or found.model_type}", name):
         if name:
             model, report = auto.from_pretrained(name, config=found, output_loading_info=True, **options)
-            if report["missing_keys"]:
-                raise ValueError(f"its files lack {', '.join(sorted(report['missing_keys']))}")
+            require(not report["missing_keys"], f"its files lack {', '.join(sorted(report['missing_keys']))}")
         else:
             model = auto.from_config(found, **options)
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
+        model = add_lora(model, config.lora)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in {"none": [], "full": [model], "regional": model.modules()}[config.compile]:
+        if module is model or type(module).__name__ in model._no_split_modules:
+            module.compile()  # In place: names stay as they are.
     return model
+
+def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Module:
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)) if lora else model
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
@@ -487,20 +492,22 @@ def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
     return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
-def flops_per_token(found: transformers.PreTrainedConfig, length: int) -> float:
+def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
     attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
     impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
-    with impossible, FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with impossible, torch._subclasses.FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
-        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+        model, ids = add_lora(model, lora), torch.zeros(1, length, dtype=torch.long)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / length
 
 # 5. Optimizer ---------------------------------------------------------------------------------------------------------
 def build_optimizer(model: torch.nn.Module, config: Optim) -> torch.optim.Optimizer:
     """AdamW. Matrices decay, norms and biases do not."""
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
     betas = config.adam_beta1, config.adam_beta2
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
 
@@ -542,20 +549,17 @@ def peak_flops(device: torch.device, precision: str, config: Perf) -> float | No
     return (peak := config.peak_tflops or peaks.get(precision)) and peak * 1e12
 
 class Meter:
-    """Books every second, by the host's clock, to exactly one phase, and counts what was processed.
-
-    Rates are over a window between log lines, where a device value was read on the host: all work queued on a GPU is
-    inside. The first step of a launch (memory pools, caches) is booked as warmup.
-    """
+    """Books every second, by the host's clock, to exactly one phase, and counts what was processed. Rates are over a
+    window between log lines, where a device value was read on the host: all work queued on a GPU is inside. The first
+    step of a launch (memory pools, caches) is booked as warmup."""
     def __init__(self, clock=time.perf_counter, started: float | None = None):
         self.clock, self.phase, self.since = clock, "startup", clock() if started is None else started
         self.seconds, self.counts, self.window, self.warm = Counter(), Counter(), (Counter(), Counter()), False
-    def enter(self, phase: str) -> str:
-        """Book the time since the last call to the phase that ends here. Returns that phase."""
-        now, ended = self.clock(), self.phase
-        self.seconds[ended if self.warm or ended not in TRAINING else "warmup"] += now - self.since
+    def enter(self, phase: str) -> None:
+        """Book the time since the last call to the phase that ends here."""
+        now, cold = self.clock(), not self.warm and self.phase in TRAINING
+        self.seconds["warmup" if cold else self.phase] += now - self.since
         self.phase, self.since = phase, now
-        return ended
     def count(self, step: dict[str, int]) -> None:
         self.enter(self.phase)
         if self.warm:
@@ -595,13 +599,10 @@ def flatten(nested: dict) -> dict[str, Any]:
     return pd.json_normalize(nested).to_dict("records")[0]
 
 def lock_folder(folder: Path) -> Any:
-    """Hold the run folder while this process lives. Raises UserError if another run keeps it."""
-    try:
+    """Hold the run folder while this process lives."""
+    with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / ".lock", timeout=45).acquire()  # Ranks of a killed launcher may still be saving.
-    except (OSError, Timeout) as error:
-        reason = getattr(error, "strerror", None) or "in use by another run"
-        raise UserError(f"run.output_dir {folder}: {reason}; choose another") from None
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """What is trained, by the names of the bare model: the very tensors of the weights and of the optimizer's state.
@@ -624,26 +625,20 @@ def save_checkpoint(folder: Path, keep: int, model, optimizer, manifest: dict, a
         os.replace(draft, final)
         for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 def verify_checkpoint(folder: Path) -> dict:
     """The manifest. Raises UserError that names the file that is missing, cut short or altered."""
-    try:
+    with explained(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
         manifest = json.loads((folder / "manifest.json").read_text())
         for name, (size, crc) in manifest["files"].items():
             if (folder / name).stat().st_size != size or zlib.crc32(np.memmap(folder / name)) != crc:
-                raise UserError(f"{folder / name} is not as it was written: its size or checksum differs")
+                raise OSError(f"{folder / name} is not as it was written: its size or checksum differs")
         return manifest
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder / 'manifest.json'} is not a manifest of this script") from None
 
 def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
     """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
     resume, found, damage = config.run.resume, sorted(folder.glob("step-*"), reverse=True), None
-    if resume == "never" and found:
-        raise UserError(f"run.resume is never, but {folder} holds checkpoints; choose another run.output_dir")
+    require(resume != "never" or not found, f"run.resume is never, but {folder} exists; choose another run.output_dir")
     for checkpoint in found if resume in ("auto", "never") else [Path(resume)]:
         say(f"Checkpoint passed over: {damage}" if damage else "")
         try:
@@ -654,9 +649,9 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
         ours, theirs = flatten(config.model_dump()), flatten(manifest["config"])
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
-        if changed and not config.run.allow_changes:
-            raise UserError("\n".join([f"the config differs from that of {checkpoint}:", *changed, "Choose a new run."
-                                       "output_dir, or continue with these changes: --run.allow_changes true"]))
+        require(config.run.allow_changes or not changed, "\n".join([
+            f"the config differs from that of {checkpoint}:", *changed,
+            "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"]))
         return checkpoint, manifest
     if damage:
         raise damage
@@ -665,23 +660,18 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch
     """Load into the model and optimizers, whatever strategy and process count wrote the checkpoint."""
     tensors, reader = trained_state(model, optimizers), dcp.HuggingFaceStorageReader(str(folder))
     saved = {name for name in reader.read_metadata().state_dict_metadata if name.startswith("model.")}
-    if surplus := saved - tensors.keys():
-        raise UserError(f"{folder} is of another model: it also has {min(surplus)}")
-    try:
+    with explained(f"{folder} is of another model"):
+        require(saved <= tensors.keys(), f"it also has {min(saved - tensors.keys(), default='')}")
         dcp.load(tensors, storage_reader=reader)  # In place.
-    except (Exception, dcp.CheckpointException) as error:
-        raise UserError(f"{folder} is of another model: {str(error).strip().splitlines()[-1]}") from error
 
-def export_model(model: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path) -> None:
+def export_model(bare: torch.nn.Module, accelerator: Accelerator, tokenizer, folder: Path) -> None:
     """Write what from_pretrained() loads. Every rank takes part: sharded weights are gathered."""
-    weights, draft = accelerator.get_state_dict(model), folder.with_name(".model.tmp")
+    weights, draft = accelerator.get_state_dict(bare), folder.with_name(".model.tmp")
     if accelerator.is_main_process:
-        shutil.rmtree(draft, ignore_errors=True)
-        accelerator.unwrap_model(model).save_pretrained(draft, state_dict=weights)
+        bare.save_pretrained(draft, state_dict=weights)
         tokenizer.save_pretrained(draft)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(draft, folder)
-    accelerator.wait_for_everyone()
 
 class Stop:
     """Lets a signal to any rank stop all ranks after the same step."""
@@ -713,27 +703,32 @@ class Stop:
 
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(loss_of, data: Dataset, plan: Plan, rank: int, max_rows: int | None) -> tuple[torch.Tensor, int]:
-    """(this rank's loss sum, all target tokens) over the evaluation rows, each of them on one rank."""
+def evaluate(loss_of, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
+    """The mean loss over all target tokens of the evaluation rows, each of them on one rank."""
     rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
     lengths, targets = data.sizes(rows)
-    own = rows[np.argsort(lengths, kind="stable")][rank :: plan.data_parallel_size]
+    own = rows[np.argsort(lengths, kind="stable")][accelerator.process_index :: plan.data_parallel_size]
     # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
     starts = range(0, -(-len(rows) // plan.data_parallel_size), size)
     losses = [loss_of([data.read(row) for row in own[start : start + size]]) for start in starts]
-    return torch.stack(losses).double().sum(), int(targets.sum())
+    loss = accelerator.reduce(torch.stack(losses).double().sum(), "sum").item() / int(targets.sum())
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700))}
 
 @torch.no_grad()
-def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, seed: int) -> dict[str, str]:
+def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, seed: int) -> dict[str, str]:
     """Continuations of the prompts. All ranks make the same ones: sharded weights need that and whole ones allow it."""
-    samples, choice = {}, {"synced_gpus": accelerator.num_processes > 1}
-    choice |= {"do_sample": True, "temperature": config.temperature} if config.temperature else {}
+    samples = {}
     torch.manual_seed(seed)
     for i, text in enumerate(config.prompts):
+        if chat:
+            turns = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
         with accelerator.autocast():
-            ids = bare.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **choice,
-                                max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
+            ids = bare.generate(
+                ids, attention_mask=torch.ones_like(ids), use_cache=True, synced_gpus=accelerator.num_processes > 1,
+                do_sample=config.temperature > 0, temperature=config.temperature or None,
+                max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
         samples[f"eval/sample_{i}"] = tokenizer.decode(ids[0], skip_special_tokens=True)
         say(f"--- sample {i}\n{samples[f'eval/sample_{i}']}\n---")
     return samples
@@ -742,11 +737,12 @@ def draw_curves(folder: Path) -> None:
     """curves.png from metrics.jsonl: loss against tokens, throughput, and where the time went."""
     lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(15, 4.5), layout="constrained")
     loss, speed, clock = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
-    lines["tokens (millions)"] = lines.get("train/tokens", math.nan) / 1e6
     for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
-        if key in lines and lines[key].notna().any():
-            lines.dropna(subset=key).plot("tokens (millions)", key, style=style, ax=axes)
+        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
+        axes.plot(points["train/tokens"] / 1e6, points[key], style, label=key)
+        axes.set(xlabel="tokens (millions)")
     loss.set(title="Loss", ylabel="nats per token")
+    loss.legend()
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
     phases = lines.filter(regex="^summary/(?!wall).*_seconds$").iloc[-1].rename(lambda name: name[8:-8]).sort_values()
     phases.plot.barh(ax=clock, title="Where the time went", xlabel="seconds")
@@ -765,38 +761,31 @@ def start_accelerator(config: Config) -> Accelerator:
         library.utils.logging.set_verbosity_error()
         if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
             library.utils.logging.disable_progress_bar()
-    if (cpu := not torch.accelerator.is_available()) and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        # accelerate launch sets 1 thread, whatever the machine has.
+    cpu = not torch.accelerator.is_available()
+    if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # Whatever the machine has, accelerate launch says 1.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    launched, accumulation = int(os.environ.get("WORLD_SIZE", 1)), GradientAccumulationPlugin(
-        1, sync_with_dataloader=False, sync_each_batch=config.batch.sync_each_micro_step)
-    apart = f": {launched} processes were started that do not see each other; use a file of accelerate_configs/"
-    with explained(f"launch or run.trackers{apart if launched > 1 else ''}"):
-        accelerator = Accelerator(
-            cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
-            gradient_accumulation_plugin=accumulation,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)])
-        if launched != accelerator.num_processes:
-            raise ValueError(f"Accelerate counts {accelerator.num_processes}, so each would train alone")
-    if missing := {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}:
-        raise UserError(f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
+    launched, spread = int(os.environ.get("WORLD_SIZE", 1)), DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True, broadcast_buffers=False)
+    accumulation = GradientAccumulationPlugin(1, None, False, sync_each_batch=config.batch.sync_each_micro_step)
+    with explained("launch or run.trackers"):
+        accelerator = Accelerator(cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
+                                  gradient_accumulation_plugin=accumulation, kwargs_handlers=[spread])
+        apart = f"{launched} processes that do not see each other; use a file of accelerate_configs/"
+        require(launched == accelerator.num_processes, apart)
+    missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
+    require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
-        policy = dist.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    if accelerator.parallelism_config and accelerator.parallelism_config.non_data_parallel_size > 1:
-        raise UserError("launch: tensor, sequence and context parallelism are not supported; use dp_shard_size")
+    parallel = accelerator.parallelism_config
+    require(not parallel or parallel.non_data_parallel_size == 1, "launch: only data parallelism is supported")
     return accelerator
-
-def versions() -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    libraries = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
-    return {"python": sys.version.split()[0], **libraries, "git_commit": git.stdout.strip()}
 
 def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accelerator: Accelerator) -> int:
     """The largest size, in steps of a tenth, for which every rank has memory for two passes over full rows beside the
     optimizer's state. Raises UserError if there is none."""
     trained_state(model, [optimizer])  # Makes the optimizer's state.
-    row, size = [(np.zeros(length, int), np.zeros(length, int))], most
+    row, size = np.zeros((3, length), int), most
     while size:
         fits = torch.ones((), device=accelerator.device)
         try:
@@ -804,11 +793,11 @@ def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accel
                 for _ in range(2):  # The second pass has the first one's gradients beside it.
                     accelerator.backward(loss_of([row] * size) * 0)
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not memory.should_reduce_batch_size(error):
                 raise
             fits.zero_()
         model.zero_grad()
-        clear_device_cache(garbage_collection=True)
+        memory.clear_device_cache(garbage_collection=True)
         if accelerator.reduce(fits, "sum") == accelerator.num_processes:
             optimizer.state.clear()
             return size
@@ -836,8 +825,7 @@ def reports_errors(main):
             print(f"error: {error}{note}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, UserError) else 1
         finally:  # What accelerate keeps per process, so that main() can be called again.
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
+            accelerate.state.AcceleratorState._reset_state(True)
     return wrapped
 
 @reports_errors
@@ -846,61 +834,61 @@ def main(argv: list[str]) -> int | None:
     if "--help" in argv:
         return print(help_text())
     config, process_counts = load_config(argv)
+    run, length, limit = config.run, config.data.sequence_length, config.batch.max_micro_batch_size
     if process_counts:
-        return print_plans(config, process_counts)
-    run, length, meter = config.run, config.data.sequence_length, Meter(started=STARTED)
+        group, rows = int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)), config.global_batch_size
+        limit = rows if limit == "auto" else limit  # As if each device could hold all its rows at once.
+        return print(plan_table([plan_batch(rows, limit, n, length, group) for n in process_counts]))
+    meter = Meter(started=STARTED)
     folder, accelerator = Path(run.output_dir), start_accelerator(config)
     device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     _lock = lock_folder(folder) if rank == 0 else None
     [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if rank == 0 else None])
-    if not (folder / ".lock").exists():
-        raise UserError(f"run.output_dir {folder} is another folder on this machine; give one that all machines share")
+    require((folder / ".lock").exists(), f"run.output_dir {folder} is another folder on this machine; share one")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.data, config.model.trust_remote_code)
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
     # The model, wrapped as the launcher file says.
-    needed = len(tokenizer) if config.data.format == "text" else 0  # Pre-tokenized data came with its vocabulary.
+    needed = len(tokenizer) if config.data.format != "tokens" else 0  # Pre-tokenized data came with its vocabulary.
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
-    flops = flops_per_token(bare.config, length)
+    flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
     def loss_of(rows: list) -> torch.Tensor:
         return compute_loss(model, collate(rows, device))
     # The batch plan.
-    if (limit := config.batch.max_micro_batch_size) == "auto":
+    if limit == "auto":
         most = -(-config.global_batch_size // ranks)
         limit = largest_micro_batch(most, loss_of, length, model, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
-    if steps_per_epoch < 1:
-        raise UserError(f"data: {len(train_data)} rows of at most {length} tokens, fewer than the global batch of "
-                        f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
+    require(steps_per_epoch >= 1, f"data: {len(train_data)} rows of {length} tokens, fewer than the global batch of "
+            f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
-    if config.optim.warmup_steps > max_steps:
-        raise UserError(f"optim.warmup_steps {config.optim.warmup_steps} exceeds run.max_steps {max_steps:,}")
-    if eval_data and not eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1].any():
-        raise UserError("data.eval_source or data.eval_fraction: no target token in its rows; check the labels")
+    warmup = config.optim.warmup_steps
+    require(warmup <= max_steps, f"optim.warmup_steps {warmup} exceeds run.max_steps {max_steps:,}")
+    targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
+    require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
     seen = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0)
+    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
     record = {"format": 1, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
-              "plan": asdict(plan), "versions": versions(), "config": config.model_dump()}
+              "plan": asdict(plan), "versions": versions, "config": config.model_dump()}
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
-        if manifest["data_fingerprint"] != record["data_fingerprint"] and not run.allow_changes:
-            raise UserError(f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); "
-                            "choose a new run.output_dir, or continue all the same: --run.allow_changes true")
+        require(run.allow_changes or manifest["data_fingerprint"] == record["data_fingerprint"],
+                f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); choose a new "
+                "run.output_dir, or continue all the same: --run.allow_changes true")
         status = folder / "status.json"
         if seen["step"] >= max_steps and status.exists() and json.loads(status.read_text())["status"] == "finished":
             return say(f"Finished already: {folder} holds all {max_steps:,} steps. Give more, or a new run.output_dir.")
         load_checkpoint(checkpoint, model, [optimizer.optimizer])
-        say(f"Continuing after step {seen['step']:,} from {checkpoint}." + (
-            f" The run now has {max_steps:,} steps, not {manifest['max_steps']:,}: from here on the learning rate is "
-            "that of the new length's schedule." if manifest["max_steps"] != max_steps else ""))
+        say(f"Continuing after step {seen['step']:,} from {checkpoint}, on the schedule of {max_steps:,} steps.")
     elif run.init_from:
         verify_checkpoint(Path(run.init_from))
         load_checkpoint(Path(run.init_from), model, [])
@@ -925,9 +913,9 @@ def main(argv: list[str]) -> int | None:
         return count
     def save() -> None:
         skipped_steps()  # Nothing poisoned is saved.
-        ended, manifest = meter.enter("checkpoint"), {**record, **seen}
-        save_checkpoint(folder / "checkpoints", run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
-        meter.enter(ended)
+        meter.enter("checkpoint")
+        manifest, checkpoints = {**record, **seen}, folder / "checkpoints"
+        save_checkpoint(checkpoints, run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
     vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
     prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
     upcoming = pool.submit(prepare, step + 1)
@@ -939,13 +927,14 @@ def main(argv: list[str]) -> int | None:
         lines = file.read_text().splitlines() if file.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
         replace_file(file, "".join(line + "\n" for line in kept))
-        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": record["versions"]}))
+        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": versions}))
     accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(record["config"]).items()})
     set_status("running")
-    write({f"plan/{key}": value for key, value in {**asdict(plan), "tokens_per_step": plan.tokens_per_step}.items()})
-    say(f"{plan}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; {steps_per_epoch:,.1f}"
-        f" steps per epoch, {max_steps:,} steps in this run.\nModel: {bare.num_parameters():,} parameters, "
-        f"{flops / 1e6:,.1f} MFLOPs per token.\nA row begins: {tokenizer.decode(ids)!r}\n"
+    write({f"plan/{name}": value for name, value in asdict(plan).items()})
+    full = train_data.lengths.mean() / length
+    say(f"{plan_table([plan])}\nData: {len(train_data):,} rows of {length:,} tokens, {full:.1%} full, {steps_per_epoch:,.1f} "
+        f"steps per epoch; {max_steps:,} steps in this run\nModel: {bare.num_parameters():,} parameters, "
+        f"{flops / 1e6:,.1f} MFLOPs per token\nA row begins: {tokenizer.decode(ids)!r}\n"
         f"  in the loss of that: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
@@ -968,7 +957,7 @@ def main(argv: list[str]) -> int | None:
                     # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both multiply here.
                     accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / counts["target_tokens"]))
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not memory.should_reduce_batch_size(error):
                 raise
             raise MemoryError(f"out of memory in step {step}: set batch.max_micro_batch_size to "
                               f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
@@ -988,25 +977,21 @@ def main(argv: list[str]) -> int | None:
             line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch}
             line |= {"train/rows": seen["rows"], "train/target_tokens": seen["target_tokens"]}
             line |= meter.rates(ranks, flops, peak)
-            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Of the process, where there is no GPU.
-            held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
-            line["perf/peak_memory_gib"] = held / 2**30
+            line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else
+                                            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
             model.eval()
-            loss_sum, targets = evaluate(loss_of, eval_data, plan, rank, config.eval.max_rows)
-            line["eval/loss"] = accelerator.reduce(loss_sum, "sum").item() / targets
-            line["eval/perplexity"] = math.exp(min(line["eval/loss"], 700))
+            line |= evaluate(loss_of, eval_data, plan, accelerator, config.eval.max_rows)
             meter.enter("sampling")
-            line |= sample(bare, accelerator, tokenizer, config.eval, run.seed)
+            line |= sample(bare, accelerator, tokenizer, config.eval, config.data.format == "chat", run.seed)
             model.train()
         if line:
             meter.enter("logging")
             write({"train/tokens": seen["tokens"]} | line)
             shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
-            bar.set_postfix_str(shown)
             minutes = (line.get("perf/step_seconds") or 0) * (max_steps - step) / 60
-            say(f"step {step:,}/{max_steps:,}  {shown}  {minutes:.1f} min left" if bar.disable else "")
+            say(f"step {step:,}/{max_steps:,}  {shown}  {minutes:.1f} min left")
         if last or run.save_every and step % run.save_every == 0:
             save()
         meter.enter("data")
@@ -1017,7 +1002,7 @@ def main(argv: list[str]) -> int | None:
         save()
     meter.enter("checkpoint")
     if not stopped:
-        export_model(model, accelerator, tokenizer, folder / "model")
+        export_model(bare, accelerator, tokenizer, folder / "model")
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
     if rank == 0 and not stopped:
@@ -1027,5 +1012,7 @@ def main(argv: list[str]) -> int | None:
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
     pool.shutdown(cancel_futures=True)
     accelerator.end_training()
+    # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.
+    return int(stopped and not stop.requested and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
 if __name__ == "__main__":
     sys.exit(main())

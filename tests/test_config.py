@@ -156,7 +156,7 @@ def test_ranges(load, refusal, path, edge, beyond):
 def test_every_field_refuses_another_type(refusal):
     """A mapping where there is none, and a number for what is one: refused under the field's own path, once."""
     for path in FIELDS:
-        wrong = "3" if path in ("model.architecture", "data.eval_source") else "{x: 1}"
+        wrong = "3" if path in ("model.architecture", "model.lora", "data.eval_source") else "{x: 1}"
         message = refusal(f"--{path}", wrong)
         assert re.match(rf"(--)?{path}\b.*$(?!\n)", message or "accepted"), f"{path}: {message}"
 
@@ -336,10 +336,6 @@ def test_global_batch_tokens_are_whole_rows(load, refusal, tokens, rows, near):
         assert re.search(rf"global_batch_tokens {tokens} .*sequence_length.*; {near}\b", refusal(*words))
 
 
-def test_warmup_fits_into_the_run(refusal):
-    assert re.search(r"optim.warmup_steps 11 .*run.max_steps 10", refusal("--optim.warmup_steps", "11"))
-
-
 # --help, the schema and the shipped configs --------------------------------------------------------------------------
 
 
@@ -375,7 +371,7 @@ def test_schema_is_current():
 def test_schema_takes_a_single_string_where_the_script_does():
     """Otherwise editors mark `files: data/*.txt` as wrong."""
     for path in "data.files", "run.trackers", "eval.prompts":
-        assert {"type": "string"} in FIELDS[path].get("anyOf", []), path
+        assert "string" in [kind["type"] for kind in FIELDS[path].get("anyOf", [])], path
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

@@ -67,12 +67,6 @@ def test_parts_sum_to_the_wall_clock_at_any_moment():
         assert sum(parts) == wall == clock.now - 5.0
 
 
-def test_enter_returns_the_phase_that_ends():
-    """So that a checkpoint in the middle of anything can give the clock back."""
-    meter = train.Meter(clock=lambda: 0.0)
-    assert [meter.enter(phase) for phase in ("data", "checkpoint", "data")] == ["startup", "data", "checkpoint"]
-
-
 def test_time_before_the_meter_existed_is_startup():
     """Importing the libraries takes seconds of the user's time."""
     meter = train.Meter(clock=lambda: 100.0, started=90.0)

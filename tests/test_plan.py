@@ -60,7 +60,7 @@ TABLE = {
 def test_known_plans(given, expected):
     rows, processes, limit, length, group = given
     plan = train.plan_batch(rows, limit, processes, length, group)
-    assert plan == train.Plan(processes, expected[0], rows, *expected[1:], length)
+    assert plan == train.Plan(processes, expected[0], rows, *expected[1:], rows * length)
     assert plan.tokens_per_step == rows * length
 
 
