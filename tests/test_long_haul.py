@@ -10,7 +10,7 @@ def test_nothing_piles_up(tmp_path):
     step's batch would break it. So would one that kept the tensors of every save, 6,808 parameters x (1 weight + 2
     moments) x 4 bytes = 80 KiB each 20 steps.
     """
-    seen = haul(tmp_path, steps=2000, warmup=500, look_every=0.1)
+    seen = haul(tmp_path, steps=2000, warmup=500, look_every=0.1, timeout=300)
     assert len(seen.steps) >= 20 and seen.steps[0] <= 600 and seen.steps[-1] >= 1900
     assert seen.slope() < BYTES_PER_STEP / 2
     for counts in (seen.handles, seen.threads):
