@@ -17,12 +17,18 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 STARTED = time.perf_counter()  # Importing the libraries is part of the run's start-up time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Processes share that work, see tokenize().
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DATASETS_VERBOSITY="error")
+if sys.platform == "linux":  # Nobody else ends the ranks of a dead launcher, or the tokenizing workers of a dead rank.
+    end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG; a fork clears it.
+    os.register_at_fork(after_in_child=end_with_parent)
+    if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        end_with_parent()
 import accelerate
 import datasets
 import numpy as np
@@ -32,7 +38,6 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 import transformers
 import yaml
 from accelerate import Accelerator
@@ -188,10 +193,9 @@ def describe(error: ValidationError) -> str:
     for problem in error.errors():
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
-        near = near or difflib.get_close_matches(path.replace("eval_source.", ""), known)
-        near = [f"did you mean {name}?" for name in near] or ["python train.py --help lists them all"]
-        text = {"extra_forbidden": f"unknown key; {near[0]}",
-                "value_error": str(problem.get("ctx", {}).get("error"))}
+        near += difflib.get_close_matches(path.replace("eval_source.", ""), known)
+        hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
+        text = {"extra_forbidden": f"unknown key; {hint}", "value_error": str(problem.get("ctx", {}).get("error"))}
         problems.setdefault(path, []).append(text.get(problem["type"], f"{problem['msg']}, not {problem['input']!r}"))
     return "\n".join(": ".join(filter(None, (path, " or ".join(texts)))) for path, texts in problems.items())
 
@@ -202,14 +206,13 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     parser.add_argument("--plan", nargs="+", type=int, default=[])
     try:  # OmegaConf reads YAML as people do: 1e-4 is a number (a string in YAML 1.1), and no key is given twice.
         args, rest = parser.parse_known_args(argv)
-        if not args.config or min(args.plan, default=1) < 1:
-            raise ValueError("give --config FILE, and process counts of at least 1 to --plan")
+        require(args.config and min(args.plan, default=1) > 0, "give --config FILE, and counts of at least 1 to --plan")
         settings = OmegaConf.load(where := args.config)
         words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
         for name, value in zip(words[::2], [*words[1::2], None]):
             where = f"{name} {value}"
-            if not re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name) or (value or "--").startswith("--"):
-                raise ValueError("not --section.field VALUE")
+            known = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name) and not (value or "--").startswith("--")
+            require(known, "not --section.field VALUE")
             settings.merge_with_dotlist([f"{name[2:]}={value}"])
         return Config.model_validate(OmegaConf.to_container(settings)), args.plan
     except ValidationError as error:
@@ -339,11 +342,10 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
         nulls = values.null_count or config.format == "tokens" and pc.list_flatten(values).null_count
         require(not nulls, f"data.column: {name!r} holds null; leave such rows out")
     if config.format == "tokens":
-        kept = kept.flatten_indices()
-        return kept if column == "input_ids" else kept.rename_column(column, "input_ids")
+        return kept.flatten_indices().rename_columns({column: "input_ids"} if column != "input_ids" else {})
     told = config.format != "chat" or tokenizer.is_fast and "generation %}" in (tokenizer.chat_template or "")
-    require(told, f"data.tokenizer {config.tokenizer}: no chat template that marks what the assistant says by "
-                  "{% generation %} and {% endgeneration %}, or no fast tokenizer; see data.chat_template")
+    require(told, f"data.tokenizer {config.tokenizer}: not fast, or no chat template that marks the assistant's turns "
+                  "by {% generation %} and {% endgeneration %}; see data.chat_template")
     # The arguments are plain values because they key the cache: a config object differs between launches.
     with explained(f"data: cannot use column {column!r} as {config.format}"):
         return documents.map(
@@ -488,9 +490,9 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Mo
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch.get("position_ids")}
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
-    return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
@@ -538,15 +540,15 @@ class Guard:
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
 PEAK_TFLOPS = {
-    "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "A100": {"bf16": 312, "fp16": 312, "no": 19.5},
-    "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67}, "L40S": {"fp8": 733, "bf16": 362, "no": 91.6},
-    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "no": 75}, "L4": {"fp8": 242, "bf16": 121, "no": 30.3}}
+    "H200": {"fp8": 1979, "bf16": 989, "no": 67}, "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "no": 67},
+    "B200": {"fp8": 4500, "bf16": 2250, "no": 75}, "A100": {"bf16": 312, "no": 19.5},
+    "L40S": {"fp8": 733, "bf16": 362, "no": 91.6}, "L4": {"fp8": 242, "bf16": 121, "no": 30.3}}
 
 def peak_flops(device: torch.device, precision: str, config: Perf) -> float | None:
     """Peak FLOP/s of one device in the precision of this run, None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peaks = next((peaks for known, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), {})
-    return (peak := config.peak_tflops or peaks.get(precision)) and peak * 1e12
+    return (peak := config.peak_tflops or peaks.get(precision.replace("fp16", "bf16"))) and peak * 1e12
 
 class Meter:
     """Books every second, by the host's clock, to exactly one phase, and counts what was processed. Rates are over a
@@ -595,18 +597,13 @@ def replace_file(path: Path, text: str) -> None:
     draft.write_text(text)
     os.replace(draft, path)
 
-def flatten(nested: dict) -> dict[str, Any]:
-    return pd.json_normalize(nested).to_dict("records")[0]
-
 def lock_folder(folder: Path) -> Any:
-    """Hold the run folder while this process lives."""
     with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / ".lock", timeout=45).acquire()  # Ranks of a killed launcher may still be saving.
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """What is trained, by the names of the bare model: the very tensors of the weights and of the optimizer's state.
-    What is no tensor (learning rate, weight decay, ...) is the config's."""
+    """The very tensors that are trained, by the bare model's names. What is no tensor (betas, ...) is the config's."""
     options = dcp_state.StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, moments = dcp_state.get_state_dict(model, optimizers, options=options)
     tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, under the name of what they are tied to.
@@ -646,7 +643,7 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
         except UserError as error:
             damage = error
             continue
-        ours, theirs = flatten(config.model_dump()), flatten(manifest["config"])
+        ours, theirs = (pd.json_normalize(c).to_dict("records")[0] for c in (config.model_dump(), manifest["config"]))
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
         require(config.run.allow_changes or not changed, "\n".join([
@@ -680,9 +677,6 @@ class Stop:
         self.group, self.launcher = group, os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys() and sys.platform == "linux":
-            # PR_SET_PDEATHSIG: nobody else ends the ranks of a dead launcher, and a new launch waits for their lock.
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     def on_signal(self, number: int, frame) -> None:
         # Launchers repeat signals, and a terminal signals launcher and ranks alike: only a later one insists.
         if self.requested and time.monotonic() - self.since > 2:
@@ -703,18 +697,18 @@ class Stop:
 
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(loss_of, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
+def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
     """The mean loss over all target tokens of the evaluation rows, each of them on one rank."""
     rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
     lengths, targets = data.sizes(rows)
     own = rows[np.argsort(lengths, kind="stable")][accelerator.process_index :: plan.data_parallel_size]
     # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
     starts = range(0, -(-len(rows) // plan.data_parallel_size), size)
-    losses = [loss_of([data.read(row) for row in own[start : start + size]]) for start in starts]
-    loss = accelerator.reduce(torch.stack(losses).double().sum(), "sum").item() / int(targets.sum())
+    batches = (collate([data.read(row) for row in own[at : at + size]], accelerator.device) for at in starts)
+    losses = torch.stack([compute_loss(model, batch) for batch in batches]).double()
+    loss = accelerator.reduce(losses.sum(), "sum").item() / int(targets.sum())
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700))}
 
-@torch.no_grad()
 def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, seed: int) -> dict[str, str]:
     """Continuations of the prompts. All ranks make the same ones: sharded weights need that and whole ones allow it."""
     samples = {}
@@ -740,13 +734,12 @@ def draw_curves(folder: Path) -> None:
     for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
         points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
         axes.plot(points["train/tokens"] / 1e6, points[key], style, label=key)
-        axes.set(xlabel="tokens (millions)")
+        axes.set_xlabel("tokens (millions)")
     loss.set(title="Loss", ylabel="nats per token")
     loss.legend()
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
     phases = lines.filter(regex="^summary/(?!wall).*_seconds$").iloc[-1].rename(lambda name: name[8:-8]).sort_values()
     phases.plot.barh(ax=clock, title="Where the time went", xlabel="seconds")
-    clock.bar_label(clock.containers[0], fmt="%.1f", padding=3)
     figure.savefig(folder / "curves.png", dpi=110)
 
 # 9. main() and the loop -----------------------------------------------------------------------------------------------
@@ -757,10 +750,8 @@ def say(text: str) -> None:
 def start_accelerator(config: Config) -> Accelerator:
     """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # One process needs none.
-    for library in (transformers, datasets):
-        library.utils.logging.set_verbosity_error()
-        if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-            library.utils.logging.disable_progress_bar()
+    for library in (transformers, datasets) if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0" else ():
+        library.utils.logging.disable_progress_bar()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # Whatever the machine has, accelerate launch says 1.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -781,7 +772,7 @@ def start_accelerator(config: Config) -> Accelerator:
     require(not parallel or parallel.non_data_parallel_size == 1, "launch: only data parallelism is supported")
     return accelerator
 
-def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accelerator: Accelerator) -> int:
+def largest_micro_batch(most: int, length: int, model, optimizer, accelerator: Accelerator) -> int:
     """The largest size, in steps of a tenth, for which every rank has memory for two passes over full rows beside the
     optimizer's state. Raises UserError if there is none."""
     trained_state(model, [optimizer])  # Makes the optimizer's state.
@@ -791,7 +782,7 @@ def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accel
         try:
             with accelerator.no_sync(model):
                 for _ in range(2):  # The second pass has the first one's gradients beside it.
-                    accelerator.backward(loss_of([row] * size) * 0)
+                    accelerator.backward(compute_loss(model, collate([row] * size, accelerator.device)) * 0)
         except RuntimeError as error:
             if not memory.should_reduce_batch_size(error):
                 raise
@@ -805,32 +796,8 @@ def largest_micro_batch(most: int, loss_of, length: int, model, optimizer, accel
     raise UserError(f"batch.max_micro_batch_size: no memory for even one row of data.sequence_length {length}; make it "
                     "or the model smaller, or shard the model by accelerate_configs/fsdp2.yaml")
 
-def reports_errors(main):
-    """Turns what ends a run into one message from one process and an exit status: 2 for the user's mistakes, else 1."""
-    @wraps(main)
-    def wrapped(argv: list[str] | None = None) -> int:
-        try:
-            return main(sys.argv[1:] if argv is None else argv) or 0
-        except BaseException as error:
-            for failure, _ in getattr(error, "failures", {}).values():  # A checkpoint's, by rank.
-                error = failure
-            lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # To a rank that says why it ended.
-            if lost or os.environ.get("RANK", "0") != "0":
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(30 if lost else 5)  # The launcher ends this rank before it says the same, or less.
-            disk = isinstance(error, (OSError, SafetensorError))
-            if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError))):
-                raise
-            note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
-            print(f"error: {error}{note}", file=sys.stderr, flush=True)
-            return 2 if isinstance(error, UserError) else 1
-        finally:  # What accelerate keeps per process, so that main() can be called again.
-            accelerate.state.AcceleratorState._reset_state(True)
-    return wrapped
-
-@reports_errors
-def main(argv: list[str]) -> int | None:
-    """Run one command line, without the program's name. Returns the exit status."""
+def train(argv: list[str]) -> int | None:
+    """All of a run, in order."""
     if "--help" in argv:
         return print(help_text())
     config, process_counts = load_config(argv)
@@ -856,12 +823,10 @@ def main(argv: list[str]) -> int | None:
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
-    def loss_of(rows: list) -> torch.Tensor:
-        return compute_loss(model, collate(rows, device))
     # The batch plan.
     if limit == "auto":
         most = -(-config.global_batch_size // ranks)
-        limit = largest_micro_batch(most, loss_of, length, model, optimizer.optimizer, accelerator)
+        limit = largest_micro_batch(most, length, model, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
@@ -869,15 +834,14 @@ def main(argv: list[str]) -> int | None:
             f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
-    warmup = config.optim.warmup_steps
-    require(warmup <= max_steps, f"optim.warmup_steps {warmup} exceeds run.max_steps {max_steps:,}")
+    require(config.optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds run.max_steps, {max_steps:,} steps")
     targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
     seen = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0)
-    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
-    record = {"format": 1, "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
-              "plan": asdict(plan), "versions": versions, "config": config.model_dump()}
+    record = {"max_steps": max_steps, "data_fingerprint": train_data.fingerprint(), "plan": asdict(plan), "versions": {
+        library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}}
+    record["config"] = config.model_dump()
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
@@ -919,7 +883,7 @@ def main(argv: list[str]) -> int | None:
     vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
     prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
     upcoming = pool.submit(prepare, step + 1)
-    ids, targets = (upcoming.result()[0][-1][name][-1][:120] for name in ("input_ids", "targets"))
+    targets = upcoming.result()[0][-1]["targets"][-1][:120]
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -927,15 +891,13 @@ def main(argv: list[str]) -> int | None:
         lines = file.read_text().splitlines() if file.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
         replace_file(file, "".join(line + "\n" for line in kept))
-        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": versions}))
-    accelerator.init_trackers("tensorboard", {name: str(value) for name, value in flatten(record["config"]).items()})
+        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": record["versions"]}))
+    accelerator.init_trackers("tensorboard", {k: str(v[0]) for k, v in pd.json_normalize(record["config"]).items()})
     set_status("running")
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
-    full = train_data.lengths.mean() / length
-    say(f"{plan_table([plan])}\nData: {len(train_data):,} rows of {length:,} tokens, {full:.1%} full, {steps_per_epoch:,.1f} "
-        f"steps per epoch; {max_steps:,} steps in this run\nModel: {bare.num_parameters():,} parameters, "
-        f"{flops / 1e6:,.1f} MFLOPs per token\nA row begins: {tokenizer.decode(ids)!r}\n"
-        f"  in the loss of that: {tokenizer.decode(targets[targets >= 0])!r}")
+    say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
+        f"{steps_per_epoch:,.1f} steps per epoch, {max_steps:,} in all\nModel: {bare.num_parameters():,} parameters, "
+        f"{flops / 1e6:,.1f} MFLOPs per token\nThe loss is on: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
     bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
@@ -974,15 +936,14 @@ def main(argv: list[str]) -> int | None:
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
             meter.enter("logging")
-            line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch}
-            line |= {"train/rows": seen["rows"], "train/target_tokens": seen["target_tokens"]}
-            line |= meter.rates(ranks, flops, peak)
+            line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch, "train/rows":
+                     seen["rows"], "train/target_tokens": seen["target_tokens"], **meter.rates(ranks, flops, peak)}
             line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else
                                             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
             model.eval()
-            line |= evaluate(loss_of, eval_data, plan, accelerator, config.eval.max_rows)
+            line |= evaluate(model, eval_data, plan, accelerator, config.eval.max_rows)
             meter.enter("sampling")
             line |= sample(bare, accelerator, tokenizer, config.eval, config.data.format == "chat", run.seed)
             model.train()
@@ -1014,5 +975,26 @@ def main(argv: list[str]) -> int | None:
     accelerator.end_training()
     # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.
     return int(stopped and not stop.requested and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line, without the program's name. Returns the exit status: 0, or, after one message from one
+    process, 2 for the user's mistakes and 1 for what else ends a run; only a bug has a traceback."""
+    try:
+        return train(sys.argv[1:] if argv is None else argv) or 0
+    except BaseException as error:
+        for failure, _ in getattr(error, "failures", {}).values():  # A checkpoint's, by rank.
+            error = failure
+        lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # To a rank that says why it ended.
+        if lost or os.environ.get("RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(30 if lost else 5)  # The launcher ends this rank before it says the same, or less.
+        disk = isinstance(error, (OSError, SafetensorError))
+        if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError))):
+            raise
+        note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
+        print(f"error: {error}{note}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 1
+    finally:  # What accelerate keeps per process, so that main() can be called again.
+        accelerate.state.AcceleratorState._reset_state(True)
 if __name__ == "__main__":
     sys.exit(main())
