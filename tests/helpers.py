@@ -91,6 +91,13 @@ def output_dir(folder: Path, config: dict, overrides: tuple) -> Path:
     return Path(config.get("run", {}).get("output_dir", folder / "run"))
 
 
+def free_port() -> int:
+    """A port of its own for each launch, whatever else runs on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def start(folder: Path, config: dict, *overrides, processes: int | None = 1, launcher: str = "cpu", env=None):
     """Start the real command and return its Popen, to be signalled.
 
@@ -99,11 +106,8 @@ def start(folder: Path, config: dict, *overrides, processes: int | None = 1, lau
     """
     command = [sys.executable, "-m", "accelerate.commands.launch"] if processes else [sys.executable]
     if processes and processes > 1:
-        with socket.socket() as probe:  # A port of its own for each launch, whatever else runs on this machine.
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
         command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml"]
-        command += ["--num_processes", str(processes), "--main_process_port", str(port)]
+        command += ["--num_processes", str(processes), "--main_process_port", str(free_port())]
     command += [ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=os.environ | (env or {}), **pipe)

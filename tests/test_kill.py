@@ -1,0 +1,321 @@
+"""Kills and signals at any moment, to anybody: the run that comes of it is the run that nobody disturbed.
+
+Ranks are frozen (SIGSTOP) before they are killed, so that the moment of a kill can be checked from outside: a draft of
+a checkpoint that lies there while everybody stands still is a checkpoint that is half written.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+from helpers import (
+    ROOT, VOCABULARY, Done, difference, free_port, kill_tree, launch, make_rows, run, start, tiny_config, write_config,
+    write_rows,
+)
+
+MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 90, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
+ALLOWED_SECONDS = 30  # Between SIGTERM and SIGKILL, by torchrun and by most schedulers.
+
+
+def alive(processes: list[psutil.Process]) -> list[int]:
+    """Who still runs: an orphan that has exited may stay as a zombie where nobody reaps it."""
+    running = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            running += [process.pid] if process.status() != psutil.STATUS_ZOMBIE else []
+    return running
+
+
+def send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def ranks_of(launcher: subprocess.Popen, count: int) -> list[psutil.Process]:
+    """The processes that a launcher has started to train, by rank."""
+    ranks, deadline = {}, time.monotonic() + 90
+    while len(ranks) < count and launcher.poll() is None and time.monotonic() < deadline:
+        for child in psutil.Process(launcher.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if str(ROOT / "train.py") in child.cmdline():
+                    ranks[int(child.environ().get("RANK", 0))] = child
+        time.sleep(0.05)
+    return [ranks[rank] for rank in range(count)]
+
+
+def steps_logged(done: Done) -> list[int]:
+    return [line["step"] for line in done.metrics if "train/loss" in line]
+
+
+def assert_complete(checkpoint: Path) -> None:
+    """Every file of it is there as it was written."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    contents = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
+    assert files == {name: [len(content), zlib.crc32(content)] for name, content in contents.items()}
+
+
+def drafts(folder: Path) -> list[str]:
+    """What is written under a hidden name until it is complete."""
+    return sorted(path.name for path in folder.rglob(".*.tmp"))
+
+
+# Kills ----------------------------------------------------------------------------------------------------------------
+def config_to_kill(folder: Path) -> dict:
+    """Saving, evaluating and exporting take long enough to be hit, and steps are short: positions that no row reaches
+    cost little but are saved, and there are many rows to evaluate on."""
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": MAX_STEPS, "save_every": SAVE_EVERY, "eval_every": EVAL_EVERY}
+    lengths = np.random.default_rng(4).integers(2, 25, 1000).tolist()
+    config["data"]["eval_source"]["path"] = str(write_rows(folder / "many", make_rows(lengths, seed=5, masked=0.4)))
+    torch.manual_seed(1)
+    architecture = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=30_000, initializer_range=0.1,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(architecture).save_pretrained(folder / "long")
+    config["model"]["pretrained"] = str(folder / "long")
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The config of the kills, and its run on one process that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = config_to_kill(folder)
+    return config, run(folder, config)
+
+
+class Watch:
+    """One launch of the run, looked at from outside, and killed."""
+
+    def __init__(self, process: subprocess.Popen, count: int, done: Done, launches: int, orphans: list[psutil.Process]):
+        self.process, self.done, self.launches, self.orphans = process, done, launches, orphans
+        self.ranks = ranks_of(process, count)
+        self.began = self.last = None  # The step after which this launch began, and the last one logged.
+        self.changed, self.size = 0.0, None  # When that was, and how long the file was then.
+        self.started = time.monotonic()
+
+    def look(self) -> None:
+        """Read what is new. Raises AssertionError for ranks of a killed launcher that have not stopped as they must."""
+        if self.began is None:
+            time.sleep(0.05)  # Nothing is to be hit yet: leave the cores to the ranks.
+            late = time.monotonic() - self.started > ALLOWED_SECONDS and alive(self.orphans)
+            assert not late, f"still there {ALLOWED_SECONDS} seconds after their launcher was killed: {late}"
+        with contextlib.suppress(FileNotFoundError, IndexError, json.JSONDecodeError):  # Empty or half a line so far.
+            size = (self.done.folder / "metrics.jsonl").stat().st_size
+            if size == self.size and self.began is not None:
+                return
+            metrics, self.size = self.done.metrics, size
+            began = [line["step"] for line in metrics if "plan/num_processes" in line]
+            if self.began is None and len(began) == self.launches:
+                # The first line of a launch: by now it has the folder, and nobody else may be there.
+                assert not alive(self.orphans), "ranks of a killed launcher beside a new run"
+                self.began = began[-1]
+            if self.last != metrics[-1]["step"]:
+                self.last, self.changed = metrics[-1]["step"], time.monotonic()
+
+    def at(self, moment: str, after: int, delay: float) -> bool:
+        """Whether the launch is now at this moment, at least `after` steps after its begin."""
+        if moment == "export":
+            return (self.done.folder / ".model.tmp").exists()
+        if moment == "checkpoint":
+            found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-*.tmp")]
+            return any(step > self.began + after for step in found)  # Others are left over from earlier kills.
+        if moment == "evaluation":  # It comes before its step is logged and lasts many times as long as the step.
+            evaluating = self.last % EVAL_EVERY == EVAL_EVERY - 1 and self.last > self.began
+            return evaluating and time.monotonic() - self.changed > 0.1 + delay
+        return self.began + after < self.last < MAX_STEPS
+
+    def freeze(self, moment: str, after: int, delay: float) -> None:
+        """Return with all ranks standing still at the moment."""
+        deadline = time.monotonic() + 150
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.look()
+            if self.began is None or not self.at(moment, after, delay):
+                if moment == "export" and self.last == MAX_STEPS and self.ranks[0].nice() < 5:
+                    [rank.nice(5) for rank in self.ranks]  # It comes once only: let this process look often enough.
+                continue
+            time.sleep(delay if moment == "checkpoint" else 0)
+            send(self.ranks, signal.SIGSTOP)
+            before = self.last
+            self.look()
+            if before == self.last and self.at(moment, after, delay):
+                return
+            send(self.ranks, signal.SIGCONT)  # Too late, it has ended: the next one.
+        send(self.ranks, signal.SIGKILL)
+        kill_tree(self.process)
+        raise AssertionError(f"{moment} was not reached after step {self.last}:\n{self.process.communicate()[0]}")
+
+
+def test_killed_in_every_way(whole, tmp_path):
+    """11 kills on 1, 2 and 3 processes in turn: of any rank, of the launcher or of all; in a step, in an evaluation, in
+    the middle of a checkpoint or of the export. The same command goes on each time. KILL_SEED repeats an order."""
+    config, undisturbed = whole
+    seed = int(os.environ.get("KILL_SEED", random.randrange(10_000)))
+    print(f"KILL_SEED={seed}")
+    rng, done = random.Random(seed), Done(0, "", tmp_path / "run")
+    victims = ("rank", "launcher", "all")
+    kills = [(moment, victim) for moment in ("step", "checkpoint", "evaluation") for victim in victims]
+    rng.shuffle(kills)
+    # An export that lost only its launcher is completed all the same, so that is the last kill.
+    kills += [("export", rng.choice(("rank", "all"))), ("export", "launcher")]
+    orphans, orphaned, early, first = [], None, 0, rng.randrange(3)
+
+    for number, (moment, victim) in enumerate(kills):
+        count = 1 + (first + number) % 3
+        watch = Watch(process := start(tmp_path, config, processes=count), count, done, number + 1, orphans)
+        # Anywhere up to the second new checkpoint, but once surely before the first.
+        after = 0 if number == 0 else rng.randrange(0, SAVE_EVERY + 2)
+        watch.freeze(moment, after, rng.uniform(0, 0.02))
+        logged, left = steps_logged(done), drafts(done.folder)
+        assert logged == list(range(1, len(logged) + 1))
+        complete = sorted((done.folder / "checkpoints").glob("step-*"))
+        early += not complete or int(complete[-1].name[5:]) <= watch.began
+        print(f"kill {number + 1}: {count} processes, {victim} at {moment}, step {watch.began} to {watch.last}, {left}")
+
+        if orphaned:  # The ranks of the last launcher: seen to be gone when this launch began.
+            output = orphaned.communicate(timeout=10)[0]
+            assert "Stopped by SIGTERM after step" in output and "Traceback" not in output
+        orphans, orphaned = [], None
+        if victim == "rank":
+            send([rng.choice(watch.ranks)], signal.SIGKILL)
+            send(watch.ranks, signal.SIGCONT)
+            process.communicate(timeout=ALLOWED_SECONDS + 15)
+            assert process.returncode != 0
+        elif victim == "all":
+            send([psutil.Process(process.pid), *watch.ranks], signal.SIGKILL)
+            process.communicate(timeout=10)
+            assert drafts(done.folder) == left  # Nobody was left to write anything else.
+        else:
+            process.kill()
+            send(watch.ranks, signal.SIGCONT)
+            process.wait()
+            orphans, orphaned = watch.ranks, process
+        if victim != "launcher":
+            assert not alive(watch.ranks)
+            for checkpoint in (done.folder / "checkpoints").glob("step-*"):
+                assert_complete(checkpoint)
+
+    # The last launch finds a run that its orphans have finished, after waiting for them.
+    final = launch(tmp_path, config)
+    assert not alive(orphans)
+    assert "Finished:" in orphaned.communicate(timeout=10)[0] and "Finished already" in final.output
+    assert final.status == {"status": "finished", "step": MAX_STEPS} and len(final.launches) == len(kills)
+    assert early >= 1 and steps_logged(final) == list(range(1, MAX_STEPS + 1)) and not drafts(final.folder)
+    np.testing.assert_allclose(final.losses, undisturbed.losses, rtol=1e-6)
+    evaluated = final.logged("eval/loss")
+    assert len(evaluated) == MAX_STEPS // EVAL_EVERY
+    np.testing.assert_allclose(evaluated, undisturbed.logged("eval/loss"), rtol=1e-6)
+    assert difference(final.weights, undisturbed.weights) < 1e-5
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+def start_ranks(folder: Path, config: dict, *overrides, count: int = 3) -> list[subprocess.Popen]:
+    """The ranks without a launcher, each with the environment that accelerate launch gives it: their exit statuses are
+    seen, and nobody but the test signals them."""
+    command = [sys.executable, ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(),
+              "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    environments = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in environment.items()}, **pipe)
+            for environment in environments]
+
+
+def wait_for_step(processes: list[subprocess.Popen], done: Done, launches: int) -> None:
+    """Return once launch number `launches` has logged a step of its own, while all its processes run."""
+    deadline = time.monotonic() + 120
+    while all(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, IndexError, json.JSONDecodeError):  # Empty or half a line so far.
+            if len(began := done.launches) == launches and steps_logged(done)[-1] > began[-1]:
+                return
+        time.sleep(0.02)
+    [kill_tree(process) for process in processes]
+    raise AssertionError("no step was reached:\n" + "\n".join(process.communicate()[0] for process in processes))
+
+
+def assert_stopped(done: Done, output: str, launches: int) -> None:
+    """A complete checkpoint of the last step done, nothing half written, and a last line that says how to go on."""
+    step = done.status["step"]
+    assert done.status["status"] == "stopped" and step > done.launches[launches - 1]
+    assert steps_logged(done) == list(range(1, step + 1)) and not drafts(done.folder)
+    assert done.checkpoints[-1] == f"step-{step:08d}" and not (done.folder / "model").exists()
+    assert_complete(done.folder / "checkpoints" / done.checkpoints[-1])
+    said = [line for line in output.splitlines() if line.startswith(("Stopped", "Finished", "error:"))]
+    assert len(said) == 1 and f"after step {step};" in said[0] and "the same command continues" in said[0]
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A run in which signals arrive in the middle of steps, mostly while it evaluates and samples after each."""
+    config = tiny_config(tmp_path_factory.mktemp("slow"))
+    config["run"] |= {"max_steps": 300, "eval_every": 1}
+    config["eval"] = {"prompts": ["[a, b]", "[c]"], "max_new_tokens": 60}
+    return config
+
+
+def test_signal_to_any_rank(slow, tmp_path):
+    """SIGTERM or SIGINT to one of three ranks, or to all: all stop after the same step and exit with 0. A repetition
+    within two seconds, by which launchers insist on nothing, is the same request."""
+    done = Done(0, "", tmp_path / "run")
+    cases = [([0], signal.SIGTERM), ([1], signal.SIGINT), ([2], signal.SIGTERM), ([0, 1, 2], signal.SIGINT)]
+    for launches, (targets, number) in enumerate(cases, start=1):
+        ranks = start_ranks(tmp_path, slow)
+        wait_for_step(ranks, done, launches)
+        signalled = time.monotonic()
+        for _ in range(2):
+            [ranks[rank].send_signal(number) for rank in targets]
+            time.sleep(0.03)
+        outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+        assert time.monotonic() - signalled < ALLOWED_SECONDS
+        assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(outputs)
+        assert_stopped(done, outputs[0], launches)
+        assert outputs[0].splitlines()[-1].startswith(f"Stopped by {number.name if 0 in targets else 'a signal'}")
+        assert not any("Stopped" in output for output in outputs[1:])
+
+
+@pytest.mark.parametrize("number, count, everybody", [
+    (signal.SIGINT, 3, False), (signal.SIGTERM, 2, True), (signal.SIGINT, 1, False)])
+def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
+    """Alone, or together with all its ranks as a scheduler does it. The launcher itself may report what it likes."""
+    done = Done(0, "", tmp_path / "run")
+    process = start(tmp_path, slow, processes=count)
+    ranks = ranks_of(process, count)
+    wait_for_step([process], done, 1)
+    signalled = time.monotonic()
+    send([psutil.Process(process.pid), *(ranks if everybody else [])], number)
+    while alive(ranks) and time.monotonic() - signalled < ALLOWED_SECONDS:
+        time.sleep(0.05)
+    assert not alive(ranks)
+    output, _ = process.communicate(timeout=15)
+    assert_stopped(done, output, 1)
+
+
+def test_second_signal_stops_at_once(slow, tmp_path):
+    """Where finishing the step would take long: not within two seconds of the first signal, but after them."""
+    done = Done(0, "", tmp_path / "run")
+    ranks = start_ranks(tmp_path, slow, "--run.eval_every", 2, "--eval.prompts", json.dumps(["a"] * 500))
+    wait_for_step(ranks, done, 1)
+    for seconds in (1.5, 0.7):  # After the first signal, and after one that repeats it.
+        send([psutil.Process(rank.pid) for rank in ranks], signal.SIGTERM)
+        time.sleep(seconds)
+        assert all(rank.poll() is None for rank in ranks)
+    send([psutil.Process(rank.pid) for rank in ranks], signal.SIGINT)
+    insisted = time.monotonic()
+    outputs = [rank.communicate(timeout=20)[0] for rank in ranks]
+    assert time.monotonic() - insisted < 2 and [rank.returncode for rank in ranks] == [1, 1, 1], "\n".join(outputs)
+    assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True
+    assert done.status["status"] == "running" and steps_logged(done) == [1]
