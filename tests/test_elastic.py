@@ -154,7 +154,6 @@ def test_a_node_is_lost_and_comes_back(nodes, whole):
     assert_same(nodes, whole[1], [2, 1, 2])
 
 
-@pytest.mark.xfail(reason="the other node's process ends as if the run were over, so its agent ends too", strict=True)
 def test_a_node_leaves(nodes, whole):
     """SIGTERM to a node, as before a pre-emption: the run is saved, and the other node goes on alone from there."""
     nodes.join("host", hosts=True)

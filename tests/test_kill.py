@@ -325,10 +325,6 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     assert done.status["status"] == "running" and steps_logged(done) == [1]
 
 
-UNATTENDED = pytest.mark.xfail(
-    strict=True, reason="the kernel is asked to report a parent's end late, and never for tokenizing workers")
-
-
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:
     """All of them end by themselves in the time allowed."""
     since = time.monotonic()
@@ -340,7 +336,6 @@ def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> N
     assert not late, f"{late} are left over:\n{output}"
 
 
-@UNATTENDED
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("count", [1, 2])
 def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
@@ -357,7 +352,6 @@ def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
-@UNATTENDED
 def test_killed_while_tokenizing(slow, tmp_path):
     """No worker outlives its rank, and the same command then finishes."""
     texts = [{"text": f"{i} is a number, and so on. " * 2000} for i in range(200)]
