@@ -11,7 +11,7 @@ optimizer state and a small manifest; no state of a scheduler, sampler or data l
 1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
 table of contents and the training loop: start there.
 """
-import argparse, copy, ctypes, difflib, fnmatch, glob, json, math, os, re, resource, shutil, signal
+import argparse, copy, ctypes, difflib, fnmatch, gc, glob, json, math, os, re, resource, shutil, signal
 import sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -755,10 +755,9 @@ def start_accelerator(config: Config) -> Accelerator:
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # Whatever the machine has, accelerate launch says 1.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    launched, spread = int(os.environ.get("WORLD_SIZE", 1)), DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True, broadcast_buffers=False)
+    launched, spread = int(os.environ.get("WORLD_SIZE", 1)), DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accumulation = GradientAccumulationPlugin(1, None, False, sync_each_batch=config.batch.sync_each_micro_step)
-    with explained("launch or run.trackers"):
+    with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
                                   gradient_accumulation_plugin=accumulation, kwargs_handlers=[spread])
         apart = f"{launched} processes that do not see each other; use a file of accelerate_configs/"
@@ -772,22 +771,22 @@ def start_accelerator(config: Config) -> Accelerator:
     require(not parallel or parallel.non_data_parallel_size == 1, "launch: only data parallelism is supported")
     return accelerator
 
-def largest_micro_batch(most: int, length: int, model, optimizer, accelerator: Accelerator) -> int:
+def largest_micro_batch(most: int, length: int, bare, optimizer, accelerator: Accelerator) -> int:
     """The largest size, in steps of a tenth, for which every rank has memory for two passes over full rows beside the
-    optimizer's state. Raises UserError if there is none."""
-    trained_state(model, [optimizer])  # Makes the optimizer's state.
+    optimizer's state. Raises UserError if there is none. (FSDP's ranks wait for each other: they must be alike.)"""
+    trained_state(bare, [optimizer])  # Makes the optimizer's state.
     row, size = np.zeros((3, length), int), most
     while size:
         fits = torch.ones((), device=accelerator.device)
         try:
-            with accelerator.no_sync(model):
+            with accelerator.no_sync(bare):
                 for _ in range(2):  # The second pass has the first one's gradients beside it.
-                    accelerator.backward(compute_loss(model, collate([row] * size, accelerator.device)) * 0)
+                    accelerator.backward(compute_loss(bare, collate([row] * size, accelerator.device)) * 0)
         except RuntimeError as error:
             if not memory.should_reduce_batch_size(error):
                 raise
             fits.zero_()
-        model.zero_grad()
+        bare.zero_grad()
         memory.clear_device_cache(garbage_collection=True)
         if accelerator.reduce(fits, "sum") == accelerator.num_processes:
             optimizer.state.clear()
@@ -826,7 +825,7 @@ def train(argv: list[str]) -> int | None:
     # The batch plan.
     if limit == "auto":
         most = -(-config.global_batch_size // ranks)
-        limit = largest_micro_batch(most, length, model, optimizer.optimizer, accelerator)
+        limit = largest_micro_batch(most, length, bare, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
@@ -982,19 +981,19 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return train(sys.argv[1:] if argv is None else argv) or 0
     except BaseException as error:
-        for failure, _ in getattr(error, "failures", {}).values():  # A checkpoint's, by rank.
-            error = failure
+        error = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)  # A checkpoint's.
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # To a rank that says why it ended.
         if lost or os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(30 if lost else 5)  # The launcher ends this rank before it says the same, or less.
         disk = isinstance(error, (OSError, SafetensorError))
-        if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError))):
+        if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError, KeyboardInterrupt))):
             raise
         note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
-        print(f"error: {error}{note}", file=sys.stderr, flush=True)
+        print(f"error: {str(error) or type(error).__name__}{note}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     finally:  # What accelerate keeps per process, so that main() can be called again.
         accelerate.state.AcceleratorState._reset_state(True)
+        gc.collect()  # Of the error, which holds the folder's lock.
 if __name__ == "__main__":
     sys.exit(main())
