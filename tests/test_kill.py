@@ -150,9 +150,9 @@ class Watch:
             self.look()
             if moment == "export" and self.began is not None and self.last == MAX_STEPS:
                 # It comes once only: from here on time passes in slices.
-                time.sleep(0.003)
+                time.sleep(0.01)
                 send(self.ranks, signal.SIGSTOP)
-                time.sleep(0.002)
+                time.sleep(0.001)
                 if self.at(moment, after, delay):
                     return
                 send(self.ranks, signal.SIGCONT)
