@@ -63,6 +63,7 @@ class Reference:
     learning_rates: list[float] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     eval_losses: dict[int, float] = field(default_factory=dict)
+    model: torch.nn.Module | None = None
 
     def check(self, done: Done) -> None:
         """Compare a whole run of train.py with this; the bounds leave room for rounding in float32 and nothing else."""
@@ -72,12 +73,14 @@ class Reference:
         assert difference(done.weights, self.weights) < 1e-5
 
 
-def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out: list[Row] = (), eval_every: int = 15):
-    """Train on rows_of(step) for steps 1 to max_steps, from the model folder of the config."""
+def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out: list[Row] = (), eval_every: int = 15,
+                    adapt: Callable = lambda model: model):
+    """Train on rows_of(step) for steps 1 to max_steps, what adapt() leaves to train of the config's model folder."""
     optim, max_steps, did = config["optim"], config["run"]["max_steps"], Reference()
     folder = config["model"]["pretrained"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    did.model = model = adapt(transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     betas = optim["adam_beta1"], optim["adam_beta2"]
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=optim["adam_eps"], foreach=False)
@@ -96,5 +99,5 @@ def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out:
         did.targets.append(targets)
         if held_out and step % eval_every == 0:
             did.eval_losses[step] = evaluation_loss(model, held_out)
-    did.weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    did.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     return did

@@ -1,0 +1,381 @@
+"""Fine-tuning and what makes it fit: conversations, LoRA adapters, torch.compile and gradient checkpointing.
+
+None of them may change what is promised: the run of a plain torch loop, on any number of processes.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import test_launchers
+import torch
+import transformers
+from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config, write_rows
+from reference import evaluation_loss, shuffled, train_reference
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import train
+
+# Conversations --------------------------------------------------------------------------------------------------------
+
+CHATML = ROOT / "configs" / "chat_template.jinja"  # As shipped.
+END, START = 256, 258
+# What a tokenizer may bring along: no newlines, the end token only after the assistant, markers that trim white space.
+OWN_TEMPLATE = """{%- for message in messages -%}
+  <|im_start|>{{ message['role'][0] }}:
+  {%- if message['role'] == 'assistant' -%}
+    {%- generation -%}{{ message['content'] }}<|im_end|>{%- endgeneration -%}
+  {%- else -%}
+    {{ message['content'] }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>a:{%- endif -%}"""
+CHATS = {
+    "two turns": [("user", "2+2?"), ("assistant", "It is 4.")],
+    "several turns after one of the system": [
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye"), ("assistant", "Bye")],
+    "the user has the last word": [("user", "A"), ("assistant", "B or C"), ("user", "Which one?")],
+    "the assistant alone": [("assistant", "Hear, hear")],
+    "nothing to learn": [("user", "Anybody there?")],
+    "white space at the edges, and more bytes than characters": [("user", " é\n"), ("assistant", "\n 日本 \n")],
+    "longer than a row": [("user", "Count"), ("assistant", "one two three four five six seven eight nine ten eleven")],
+    "an empty turn": [("user", ""), ("assistant", ""), ("user", "?"), ("assistant", "!")],
+}
+
+
+def byte_tokenizer(folder: Path, template: str | None) -> str:
+    """A fast tokenizer whose token ids are the bytes of UTF-8, so that a test can tell them by hand."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))  # GPT-2's alphabet: bytes that cannot be printed are the characters from 256 on.
+    alphabet = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"])
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    assert fast.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]) == [END, START]
+    return str(folder)
+
+
+def by_hand(chat: list[tuple[str, str]], chatml: bool) -> dict[str, list[int]]:
+    """What a conversation is as input_ids and labels."""
+    ids, labels = [], []
+    for role, content in chat:
+        head = [START, *(f"{role}\n" if chatml else f"{role[0]}:").encode()]
+        said = [*content.encode()] + [END] * (chatml or role == "assistant")
+        tail = [10] * chatml
+        ids += head + said + tail
+        labels += [-100] * len(head) + (said if role == "assistant" else [-100] * len(said)) + [-100] * len(tail)
+    return {"input_ids": ids, "labels": labels}
+
+
+def write_chats(folder: Path, first: str) -> str:
+    """Saved with `first` as the first field of a turn: datasets on the Hub have either order."""
+    names = sorted(["role", "content"], key=lambda name: name != first)
+    turns = [[dict(zip(["role", "content"], turn)) for turn in chat] for chat in CHATS.values()]
+    return str(write_rows(folder, [{"messages": [{n: turn[n] for n in names} for turn in chat]} for chat in turns]))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """The tokenizer, with and without a template, and the config of the runs."""
+    folder = tmp_path_factory.mktemp("chat")
+    byte_tokenizer(folder / "without", None)
+    byte_tokenizer(folder / "with", OWN_TEMPLATE)
+    config = tiny_config(folder)
+    path = write_chats(folder / "chats", "content")
+    config["data"] = {"path": path, "format": "chat", "tokenizer": str(folder / "without"), "sequence_length": 48,
+                      "chat_template": str(CHATML), "eval_source": {"path": path}}
+    config["run"]["max_steps"] = 8
+    config["eval"] = {"prompts": ["é?"], "max_new_tokens": 8, "temperature": 0.0}
+    return folder, config
+
+
+@pytest.mark.parametrize("first", ["role", "content"])
+@pytest.mark.parametrize("chatml", [True, False], ids=["configs/chat_template.jinja", "the tokenizer's template"])
+def test_tokens_and_labels_of_conversations(chat, tmp_path, chatml, first):
+    """All is masked but what the assistant says, and the end token by which it learns to stop."""
+    data = train.Data(format="chat", tokenizer=str(chat[0] / ("without" if chatml else "with")),
+                      chat_template=str(CHATML) if chatml else None)
+    documents = datasets.load_from_disk(write_chats(tmp_path / "chats", first))
+    rows = list(train.tokenize(documents, data, train.load_tokenizer(data, False)))
+    assert rows == [by_hand(chat, chatml) for chat in CHATS.values()]
+
+
+def cut(rows: list[dict], length: int, concat: bool) -> list[dict]:
+    """The pieces that rows consist of: of each conversation by itself, or of the stream that they form."""
+    pieces, at = [], 0
+    for row in rows:
+        edges = [0, *range(length - (at % length if concat else 0), len(row["input_ids"]), length)]
+        for low, high in pairwise([*edges, len(row["input_ids"])]):
+            pieces.append({name: values[low:high] for name, values in row.items()})
+        at += len(row["input_ids"])
+    return pieces
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
+    config = chat[1] | {"data": chat[1]["data"] | {"packing": packing}}
+    rows = [by_hand(chat, True) for chat in CHATS.values()]
+    pieces = cut(rows, 48, packing == "concat")
+    if packing == "concat":  # Each step sees the whole stream, so that the pieces need not be put into rows here.
+        size = -(-sum(len(row["input_ids"]) for row in rows) // 48)
+        truth = train_reference(config, lambda step: pieces)
+    else:
+        size, order = 5, shuffled(7, len(pieces), 5 * 8)
+        truth = train_reference(config, lambda step: [pieces[i] for i in order[5 * step - 5 : 5 * step]])
+    assert truth.losses[-1] < truth.losses[0] - 0.3 and len(pieces) > len(rows)
+    settings = "--batch.global_batch_size", size, "--batch.max_micro_batch_size", 2
+    done = (launch if processes else run)(tmp_path, config, *settings, **{"processes": processes} if processes else {})
+    assert done.metrics[0]["plan/num_processes"] == (processes or 1)
+    truth.check(done)
+    assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(truth.model, pieces), rel=1e-5)
+
+    # The sample is the model's answer to the prompt as a user's turn; the template is exported with the tokenizer.
+    ids = prompt = [START, *"user\né?".encode(), END, 10, START, *b"assistant\n"]
+    while len(ids) < len(prompt) + 8 and ids[-1] != 1:  # The model's end-of-text token is 1.
+        ids = ids + [int(truth.model(torch.tensor([ids])).logits[0, -1].argmax())]
+    text = bytes(x for x in ids if x < 256).decode(errors="replace")
+    assert text.startswith("user\né?\nassistant\n") and done.logged("eval/sample_0") == [text]
+    exported = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
+    assert exported.chat_template == CHATML.read_text()
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+LORA = {"some matrices": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "all-linear": {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear"}}
+
+
+def adapters(done: Done) -> dict[str, torch.Tensor]:
+    """The exported adapters, by the names that they have in a peft model."""
+    exported = load_file(done.folder / "model" / "adapter_model.safetensors")
+    return {name.replace(".weight", ".default.weight"): tensor for name, tensor in exported.items()}
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """lora(kind): the config, the held-out rows, and what a plain loop over a peft model did with it."""
+    folder = tmp_path_factory.mktemp("lora")
+    config = tiny_config(folder)
+    config["run"] |= {"save_every": 10, "keep_checkpoints": 3, "eval_every": 15}
+    config["optim"] |= {"learning_rate": 0.05, "max_grad_norm": 0.7}
+    rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
+    order = shuffled(7, len(rows), 300)
+
+    def adapt(lora: dict, model: torch.nn.Module) -> torch.nn.Module:
+        torch.manual_seed(7)  # The run's: the adapters' first halves are random, the second are zero.
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+
+    @cache
+    def result(kind: str):
+        own = config | {"model": config["model"] | {"lora": LORA[kind]}}
+        truth = train_reference(own, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], held_out,
+                                adapt=lambda model: adapt(LORA[kind], model))
+        clipped = sum(norm > 0.7 for norm in truth.grad_norms)
+        assert 3 < clipped < 27 and truth.losses[-1] < truth.losses[0] - 0.5
+        assert all(weight.abs().max() > 0.01 for weight in truth.weights.values())
+        return own, held_out, truth
+
+    return result
+
+
+def check(done: Done, truth, after: int = 0) -> None:
+    np.testing.assert_allclose(done.losses, truth.losses[after:], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), truth.grad_norms[after:], rtol=1e-5)
+    assert difference(adapters(done), truth.weights) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def lora_runs(lora, tmp_path_factory):
+    """lora_runs(kind, how): the finished run, made once."""
+    @cache
+    def result(kind: str, how: str) -> Done:
+        folder, config = tmp_path_factory.mktemp("run"), lora(kind)[0] | {"batch": {
+            "global_batch_size": 10, "max_micro_batch_size": 3}}
+        if how == "alone":
+            return run(folder, config)
+        if how == "DDP":
+            return launch(folder, config, processes=2)
+        return test_launchers.launch(folder, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no")
+
+    return result
+
+
+LORA_RUNS = [("some matrices", "alone"), ("some matrices", "DDP"), ("some matrices", "FSDP2"), ("all-linear", "alone")]
+
+
+@pytest.mark.parametrize("kind, how", LORA_RUNS)
+def test_lora_equals_the_plain_loop(lora, lora_runs, kind, how):
+    done = lora_runs(kind, how)
+    assert done.metrics[0]["plan/num_processes"] == (1 if how == "alone" else 2)
+    check(done, lora(kind)[2])
+    assert done.logged("eval/loss") == pytest.approx(list(lora(kind)[2].eval_losses.values()), rel=1e-6)
+    assert "UserWarning" not in done.output
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
+    """Three tensors and AdamW's count per trained tensor, and no byte of the frozen ones."""
+    truth, folder = lora("some matrices")[2], lora_runs("some matrices", how).folder / "checkpoints" / "step-00000020"
+    names, size = set(), 0
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        header = int.from_bytes(content[:8], "little")
+        names |= json.loads(content[8 : 8 + header]).keys() - {"__metadata__"}
+        size += len(content) - 8 - header
+    assert names == {f"model.{name}" for name in truth.weights} | {
+        f"optimizer.state.{name}.{part}" for name in truth.weights for part in ("exp_avg", "exp_avg_sq", "step")}
+    ranks = 1 if how == "DDP" else 2  # AdamW's count is no shard.
+    weights = sum(3 * 4 * weight.numel() for weight in truth.weights.values())
+    assert weights + 4 * len(truth.weights) <= size <= weights + 4 * len(truth.weights) * ranks
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_lora_continues_on_another_number_of_processes(lora, lora_runs, tmp_path, how):
+    config, _, truth = lora("some matrices")
+    checkpoint = lora_runs("some matrices", how).folder / "checkpoints" / "step-00000010"
+    done = run(tmp_path, config, "--run.resume", checkpoint)
+    assert done.launches == [10]
+    check(done, truth, after=10)
+
+
+def logits(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows])
+
+
+@pytest.mark.parametrize("kind, how", LORA_RUNS[1:])
+def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
+    """By peft's two ways to load it, and merged into the model by the README's command. With the model as it was before
+    the run, the exported adapters have the run's own last evaluation loss: none of its weights had changed."""
+    (config, held_out, truth), done = lora(kind), lora_runs(kind, how)
+    expected, folder = logits(truth.model, held_out), done.folder / "model"
+    start = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    assert (logits(start, held_out) - expected).abs().max() > 0.1  # What was learned is far above the bounds below.
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(loaded, held_out), rel=1e-6)
+    assert {p.name for p in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    for model in loaded, peft.PeftModel.from_pretrained(start, folder):
+        torch.testing.assert_close(logits(model, held_out), expected, rtol=0, atol=1e-4)
+    if how == "DDP":  # Once is enough.
+        command = re.search(r"^python -c '.*merge_and_unload.*'$", (ROOT / "README.md").read_text(), re.M)[0]
+        _, *words = shlex.split(command.replace("runs/lora_8b", str(done.folder)))
+        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "merged")
+        assert not any("lora" in name for name in merged.state_dict())
+        torch.testing.assert_close(logits(merged, held_out), logits(loaded, held_out), rtol=0, atol=1e-5)
+        assert transformers.AutoTokenizer.from_pretrained(done.folder / "merged")("a")["input_ids"]
+
+
+def test_lora_beside_weights_in_bf16(lora, tmp_path):
+    """The frozen weights are bf16 in memory, the adapters are float32 there and in the export."""
+    config, _, truth = lora("all-linear")
+    settings = train.Model(**config["model"], dtype="bfloat16")
+    found = transformers.AutoConfig.from_pretrained(config["model"]["pretrained"])
+    model = train.build_model(settings, found, VOCABULARY, 7)
+    types = {(("lora" in name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    assert types == {(True, True, torch.float32), (False, False, torch.bfloat16)}
+
+    run_settings = "--model.dtype", "bfloat16", "--run.max_steps", 5  # All in warmup: the rates are those of 30 steps.
+    alone = run(tmp_path, config, *run_settings)
+    sharded = test_launchers.launch(tmp_path, config, "fsdp2", "--num_processes", 2, settings=(
+        *map(str, run_settings), "--run.output_dir", str(tmp_path / "sharded")))  # As shipped, in mixed precision.
+    for done in alone, sharded:
+        np.testing.assert_allclose(done.losses, truth.losses[:5], rtol=1e-2)
+        assert done.losses != pytest.approx(truth.losses[:5], rel=1e-6)  # It was not float32.
+        assert {tensor.dtype for tensor in adapters(done).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["o_proj", "up_proj"]])
+def test_lora_flops(targets):
+    """A frozen matrix costs 2 FLOPs per parameter forward and 2 backward, for its input's gradient; a trained one 2
+    more. In front of the first adapter nothing needs a gradient."""
+    hidden, inner, layers, heads, groups, size, vocabulary, length, r = 512, 1024, 3, 8, 2, 64, 4000, 256, 8
+    found = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=groups, head_dim=size, vocab_size=vocabulary, max_position_embeddings=length)
+    qkv = {"q_proj": (hidden, heads * size), "k_proj": (hidden, groups * size), "v_proj": (hidden, groups * size)}
+    rest = {"o_proj": (heads * size, hidden), "gate_proj": (hidden, inner), "up_proj": (hidden, inner),
+            "down_proj": (inner, hidden)}
+    matrices = qkv | rest
+    chosen = {name: m for name, m in matrices.items() if targets == "all-linear" or name in targets}
+    of_layer, of_qkv = (sum(a * b for a, b in group.values()) for group in (matrices, qkv))
+    adapted, attention = sum(r * (a + b) for a, b in chosen.values()), 2 * 2 * heads * size * length
+    head = hidden * vocabulary
+    flops = layers * (2 * of_layer + attention + 2 * adapted) + 2 * head  # Forward.
+    flops += layers * (2 * of_layer + 2 * attention + 4 * adapted) + 2 * head  # Backward.
+    if targets == "all-linear":  # The embeddings, which q, k and v of the first layer see, need no gradient.
+        flops -= 2 * of_qkv + 2 * r * 3 * hidden
+    else:  # Neither do the first layer's attention and what goes into its o_proj.
+        flops -= 2 * of_qkv + 2 * attention + 2 * hidden * heads * size + 2 * r * heads * size
+    lora = {"r": r, "target_modules": targets}
+    assert train.flops_per_token(found, lora, length) == pytest.approx(flops, rel=0.02)
+    assert train.flops_per_token(found, None, length) > 1.4 * flops
+
+
+# torch.compile and gradient checkpointing -----------------------------------------------------------------------------
+
+CASES = {
+    "regional": ("--model.compile", "regional"),
+    "full": ("--model.compile", "full"),
+    "checkpointing": ("--model.gradient_checkpointing", "true"),
+    "regional, checkpointing": ("--model.compile", "regional", "--model.gradient_checkpointing", "true"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The config, and the run without any of it. Rows are full, so that what is compiled has one shape."""
+    folder = tmp_path_factory.mktemp("plain")
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": 5}
+    config["batch"] = {"global_batch_size": 8, "max_micro_batch_size": 2}
+    config["data"] |= {"packing": "concat"}
+    config["data"].pop("eval_source")
+    return config, run(folder, config)
+
+
+@pytest.fixture(scope="session")
+def compiler_cache(tmp_path_factory):
+    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}
+
+
+@pytest.fixture(autouse=True)
+def compiler(compiler_cache, monkeypatch):
+    """What is compiled once is there for all tests, but in this process each starts as a new one would."""
+    for name, value in compiler_cache.items():
+        monkeypatch.setenv(name, value)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("how, case", [
+    ("alone", "regional"), ("alone", "full"), ("alone", "checkpointing"), ("DDP", "full"),
+    ("DDP", "regional, checkpointing"), ("FSDP2", "full"), ("FSDP2", "regional, checkpointing")])
+def test_compiled_is_the_same_run(plain, tmp_path, monkeypatch, how, case):
+    (config, before), settings = plain, CASES[case]
+    monkeypatch.setenv("TORCH_LOGS", "dynamo")
+    if how == "alone":
+        done = run(tmp_path, config, *settings)
+    elif how == "DDP":
+        done = launch(tmp_path, config, *settings, processes=2)
+    else:
+        done = test_launchers.launch(
+            tmp_path, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no", settings=settings)
+    print(done.output[-30000:], torch._dynamo.utils.counters["stats"])
+    np.testing.assert_allclose(done.losses, before.losses, rtol=1e-5)
+    assert difference(done.weights, before.weights) < 1e-5
