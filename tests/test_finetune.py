@@ -156,7 +156,7 @@ def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
 
 # LoRA -----------------------------------------------------------------------------------------------------------------
 
-LORA = {"some matrices": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+LORA = {"some matrices": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]},
         "all-linear": {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear"}}
 
 
@@ -172,7 +172,12 @@ def lora(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     config = tiny_config(folder)
     config["run"] |= {"save_every": 10, "keep_checkpoints": 3, "eval_every": 15}
-    config["optim"] |= {"learning_rate": 0.05, "max_grad_norm": 0.7}
+    config["optim"] |= {"learning_rate": 0.01, "max_grad_norm": 0.8}
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "start")
+    with torch.no_grad():  # Adapters learn next to nothing beside the small weights of a new model.
+        for matrix in (p for p in base.parameters() if p.ndim > 1):
+            matrix *= 5
+    base.save_pretrained(folder / "start")
     rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
     order = shuffled(7, len(rows), 300)
 
@@ -185,7 +190,7 @@ def lora(tmp_path_factory):
         own = config | {"model": config["model"] | {"lora": LORA[kind]}}
         truth = train_reference(own, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], held_out,
                                 adapt=lambda model: adapt(LORA[kind], model))
-        clipped = sum(norm > 0.7 for norm in truth.grad_norms)
+        clipped = sum(norm > 0.8 for norm in truth.grad_norms)
         assert 3 < clipped < 27 and truth.losses[-1] < truth.losses[0] - 0.5
         assert all(weight.abs().max() > 0.01 for weight in truth.weights.values())
         return own, held_out, truth
