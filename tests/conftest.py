@@ -16,6 +16,7 @@ CACHE = tempfile.mkdtemp(prefix="train-tests-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ |= {
     "HF_HOME": CACHE, "HF_DATASETS_CACHE": f"{CACHE}/datasets", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",  # What one test has compiled, the others need not.
     "OMP_NUM_THREADS": "1",  # Several processes share few cores; train.py itself divides them.
     "PYTHONUNBUFFERED": "1",
 }
