@@ -316,7 +316,7 @@ def load_source(source: Source) -> datasets.Dataset:
 
 # Of each data.format: the column, the pattern of its Arrow type, and that in words.
 FORMATS = {"text": ("text", "(large_)?string", "text"),
-           "chat": ("messages", r"(large_)?list<.*\brole: .*\bcontent: ", "lists of role and content"),
+           "chat": ("messages", r"(large_)?list<(?=.*\brole: ).*\bcontent: ", "lists of role and content"),
            "tokens": ("input_ids", r"(large_)?list<\w+: u?int", "lists of integers (token ids)")}
 
 def tokenize_text(batch: dict, column: str, tokenizer) -> dict:
@@ -343,7 +343,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
         require(not nulls, f"data.column: {name!r} holds null; leave such rows out")
     if config.format == "tokens":
         return kept.flatten_indices().rename_columns({column: "input_ids"} if column != "input_ids" else {})
-    told = config.format != "chat" or tokenizer.is_fast and "generation %}" in (tokenizer.chat_template or "")
+    told = config.format != "chat" or tokenizer.is_fast and re.search(r"generation -?%}", str(tokenizer.chat_template))
     require(told, f"data.tokenizer {config.tokenizer}: not fast, or no chat template that marks the assistant's turns "
                   "by {% generation %} and {% endgeneration %}; see data.chat_template")
     # The arguments are plain values because they key the cache: a config object differs between launches.
@@ -480,9 +480,9 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in {"none": [], "full": [model], "regional": model.modules()}[config.compile]:
-        if module is model or type(module).__name__ in model._no_split_modules:
-            module.compile()  # In place: names stay as they are.
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+    for module in {"none": [], "full": [model], "regional": layers}[config.compile]:
+        module.compile()  # In place: names stay as they are.
     return model
 
 def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Module:
@@ -497,11 +497,12 @@ def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
     attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
-    impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
-    with impossible, torch._subclasses.FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with torch.device("meta"):  # peft cannot move fake tensors.
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
-        model, ids = add_lora(model, lora), torch.zeros(1, length, dtype=torch.long)
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
+        model, ids = add_lora(model, lora), torch.zeros(1, length, dtype=torch.long, device="cpu")
+    fails = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
+    with fails, torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        model.to_empty(device="cpu")(input_ids=ids, use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / length
 
 # 5. Optimizer ---------------------------------------------------------------------------------------------------------
@@ -714,11 +715,10 @@ def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, 
     samples = {}
     torch.manual_seed(seed)
     for i, text in enumerate(config.prompts):
-        if chat:
-            turns = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) if chat else text
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
-        with accelerator.autocast():
+        with accelerator.autocast(), torch.compiler.set_stance("force_eager"):  # Each length would be compiled.
             ids = bare.generate(
                 ids, attention_mask=torch.ones_like(ids), use_cache=True, synced_gpus=accelerator.num_processes > 1,
                 do_sample=config.temperature > 0, temperature=config.temperature or None,
