@@ -342,7 +342,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
         nulls = values.null_count or config.format == "tokens" and pc.list_flatten(values).null_count
         require(not nulls, f"data.column: {name!r} holds null; leave such rows out")
     if config.format == "tokens":
-        return kept.flatten_indices().rename_columns({column: "input_ids"} if column != "input_ids" else {})
+        return (kept.flatten_indices() if kept._indices else kept).rename_columns({column: "input_ids"})
     told = config.format != "chat" or tokenizer.is_fast and re.search(r"generation -?%}", str(tokenizer.chat_template))
     require(told, f"data.tokenizer {config.tokenizer}: not fast, or no chat template that marks the assistant's turns "
                   "by {% generation %} and {% endgeneration %}; see data.chat_template")
@@ -363,14 +363,15 @@ class Dataset:
         equal = all((lengths[name] == lengths["input_ids"]).all() for name in lengths)
         require(equal and lengths["input_ids"].any(), "data: no tokens, or input_ids and labels differ in length")
         self.offsets = np.concatenate(([0], np.cumsum(lengths["input_ids"], dtype=np.int64)))
-        offsets = np.unique(self.offsets)  # Empty documents have no rows.
+        offsets = self.offsets[np.append(True, lengths["input_ids"] > 0)]  # Empty documents have no rows.
         if packing == "concat":  # Cut the stream at multiples of the row length.
             cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])
         else:  # Cut every document, from its start.
             counts = -(-np.diff(offsets) // length)
-            nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            cuts = np.append(np.repeat(offsets[:-1], counts) + nth * length, offsets[-1])
-        self.edges = np.union1d(offsets, cuts)
+            starts = np.repeat(offsets[:-1] - length * (np.cumsum(counts) - counts), counts)
+            cuts = np.append(starts + length * np.arange(len(starts)), offsets[-1])
+        edges = np.sort(np.concatenate((offsets, cuts)), kind="stable")  # Merges; np.union1d hashes, 60 times as slow.
+        self.edges = edges[np.diff(edges, prepend=-1) > 0]
         self.first, self.lengths = np.searchsorted(self.edges, cuts), np.diff(cuts).astype(np.int32)
         # A permutation is as large as the data: keep the two that a step may straddle.
         self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
@@ -398,9 +399,8 @@ class Dataset:
         return self.lengths[rows], self.lengths[rows] - (self.first[rows + 1] - self.first[rows])
     def fingerprint(self) -> int:
         """Tells whether a checkpoint was trained on these rows, in the order in which this numpy shuffles them."""
-        some = np.random.default_rng([0, 0]).permutation(len(self))[:100]
-        ids = np.concatenate([some, *(self.read(row)[0] for row in some)])
-        return zlib.crc32(ids.tobytes(), zlib.crc32(self.lengths.tobytes()))
+        few = np.random.default_rng([0, 0]).permutation(len(self))[:100]
+        return zlib.crc32(b"".join(self.read(row).tobytes() for row in few), zlib.crc32(self.lengths, zlib.crc32(few)))
 
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
