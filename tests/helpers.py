@@ -98,8 +98,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(folder: Path, config: dict, *overrides, processes: int | None = 1, launcher: str = "cpu", env=None):
-    """Start the real command and return its Popen, to be signalled.
+def start(folder: Path, config: dict, *overrides, processes: int | None = 1, launcher: str = "cpu", env=None,
+          script: Path = ROOT / "train.py"):
+    """Start the real command, or a fork of it, and return its Popen, to be signalled.
 
     Several processes start as `accelerate launch --config_file accelerate_configs/LAUNCHER.yaml`, 1 as a plain
     `accelerate launch`, None as `python train.py`.
@@ -108,7 +109,7 @@ def start(folder: Path, config: dict, *overrides, processes: int | None = 1, lau
     if processes and processes > 1:
         command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml"]
         command += ["--num_processes", str(processes), "--main_process_port", str(free_port())]
-    command += [ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
+    command += [script, "--config", write_config(folder, config), *map(str, overrides)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=os.environ | (env or {}), **pipe)
 

@@ -74,11 +74,12 @@ class Reference:
 
 
 def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out: list[Row] = (), eval_every: int = 15,
+                    kind=transformers.AutoModelForCausalLM, summed_loss=summed_loss,
                     adapt: Callable = lambda model: model):
     """Train on rows_of(step) for steps 1 to max_steps, what adapt() leaves to train of the config's model folder."""
     optim, max_steps, did = config["optim"], config["run"]["max_steps"], Reference()
     folder = config["model"]["pretrained"]
-    did.model = model = adapt(transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"))
+    did.model = model = adapt(kind.from_pretrained(folder, attn_implementation="eager"))
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (p.ndim > 1) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]

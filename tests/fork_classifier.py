@@ -1,0 +1,85 @@
+# ruff: noqa: F821  The names are those of train.py.
+"""An image classifier as a fork of train.py. test_fork.py puts what stands here in place of train.py's own.
+
+A function replaces the one of the same name, and a class the methods that it has here. CHANGED are pieces of lines that
+change elsewhere, DELETED the beginnings of lines that go. The loop, plan, meter, checkpoints, resume and signals stay.
+
+A row is an image of 8 x 8 pixels and its class. Its length is its number of patches, which is what the model computes
+on, so that tokens per step and per second, MFU and data.sequence_length are about patches.
+"""
+
+CHANGED = {
+    "transformers.AutoModelForCausalLM": "transformers.AutoModelForImageClassification",
+    '"train/loss", "eval/loss"': '"train/loss", "eval/loss", "eval/accuracy"',
+    "model_config(config, len(tokenizer)), needed": "model_config(config, 0), 0",
+    "vocab_size, pool = bare.get_input_embeddings().num_embeddings, ": "pool = ",
+    "vocab_size=vocab_size, ": "",
+    "rank: int, vocab_size: int, device": "rank: int, device",
+    "row, size = np.zeros((3, length), int)": "row, size = np.zeros(65, int)",
+    "The loss is on: {tokenizer.decode(targets[targets >= 0])!r}": "A row is of class {targets.item()}",
+}
+DELETED = (
+    "needed = len(tokenizer)", "if vocab_size >", "model.resize_token_embeddings(", "tokenizer.save_pretrained(",
+    "ids = np.concatenate([np.zeros((2", "low, high =", "require(0 <= low", 'f"is 0 to {vocab_size',
+)
+
+
+class Dataset:
+    """Rows of images, and the endless stream of shuffled epochs over them."""
+    def __init__(self, images: datasets.Dataset, length: int, seed: int):
+        self.images = images.with_format("numpy")
+        self.lengths = np.full(len(images), length, np.int32)
+        # A permutation is as large as the data: keep the two that a step may straddle.
+        self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
+    def read(self, row: int) -> np.ndarray:
+        """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
+        image = self.images[int(row)]
+        return np.append(image["pixels"].astype(np.int64), image["label"])
+    def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(patches, targets) of each row. The target is the class."""
+        return self.lengths[rows], np.ones(len(rows), int)
+
+
+def load_tokenizer(config: Data, trust_remote_code: bool) -> None:
+    """Pixels need none."""
+
+
+def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
+    train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
+    return tuple(part and Dataset(part, config.sequence_length, seed) for part in (train, held_out))
+
+
+def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Images [rows, 1, 8, 8] and classes [rows, 1]. No rows make one without a class: all ranks must take part."""
+    pixels, targets = np.split(np.stack(rows or [np.append(np.zeros(64, int), -100)]), [64], axis=1)
+    batch = {"images": torch.from_numpy(pixels.reshape(-1, 1, 8, 8)) / 255, "targets": torch.from_numpy(targets)}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum of the cross-entropy over a micro-batch's images, in float32."""
+    logits = model(batch["images"]).logits
+    return torch.nn.functional.cross_entropy(logits.float(), batch["targets"].flatten(), reduction="sum")
+
+
+def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
+    """Forward and backward matrix FLOPs per patch, counted by torch on a model without storage."""
+    impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
+    with impossible, torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
+        add_lora(model, lora)(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
+    return counter.get_total_flops() / length
+
+
+@torch.no_grad()
+def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
+    """The mean loss over the evaluation images and the share whose class is found, each of them on one rank."""
+    rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
+    own = rows[accelerator.process_index :: plan.data_parallel_size]
+    # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
+    starts, sums = range(0, -(-len(rows) // plan.data_parallel_size), size), 0
+    for batch in (collate([data.read(row) for row in own[at : at + size]], accelerator.device) for at in starts):
+        right = model(batch["images"]).logits.argmax(1) == batch["targets"].flatten()
+        sums += torch.stack([compute_loss(model, batch), right.sum()]).double()
+    loss, accuracy = (accelerator.reduce(sums, "sum") / len(rows)).tolist()
+    return {"eval/loss": loss, "eval/accuracy": accuracy}
