@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 PARTS = "check", "speed", "auto", "overhead"
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
-WORST = {"no": 1e-4, "bf16": 0.02}  # Largest relative difference of a loss from the CPU's, by precision.
+WORST = {"no": 1e-4, "bf16": 5e-3}  # Largest relative difference of a loss from the CPU's, by precision.
 
 
 def missing_libraries() -> list[str]:
