@@ -8,8 +8,8 @@ Everything is a function of the step: the rows, the learning rate and the random
 config and N alone, never from the number of processes or from what happened before. So a checkpoint is weights,
 optimizer state and a small manifest; no state of a scheduler, sampler or data loader is there to save, lose or skew.
 
-1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 main(), the
-table of contents and the training loop: start there.
+1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 train(), the
+table of contents and the loop: start there.
 """
 import argparse, copy, ctypes, difflib, fnmatch, gc, glob, json, math, os, re, resource, shutil, signal
 import sys, sysconfig, time, warnings, zlib
@@ -52,6 +52,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
+accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 
 # 1. Config ------------------------------------------------------------------------------------------------------------
@@ -358,12 +359,13 @@ class Dataset:
     mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the stream of their tokens, piece p its tokens
     edges[p] to edges[p + 1] - 1, whatever the number of tokenizing workers."""
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
-        self.columns = {name: documents.data.column(name) for name in documents.column_names}
-        lengths = {name: pc.list_value_length(column).to_numpy() for name, column in self.columns.items()}
+        columns = {name: documents.data.column(name) for name in documents.column_names}
+        lengths = {name: pc.list_value_length(column).to_numpy() for name, column in columns.items()}
         equal = all((lengths[name] == lengths["input_ids"]).all() for name in lengths)
         require(equal and lengths["input_ids"].any(), "data: no tokens, or input_ids and labels differ in length")
-        self.offsets = np.concatenate(([0], np.cumsum(lengths["input_ids"], dtype=np.int64)))
-        offsets = self.offsets[np.append(True, lengths["input_ids"] > 0)]  # Empty documents have no rows.
+        self.streams = {name: pc.list_flatten(column) for name, column in columns.items()}  # Views of the mapped files.
+        offsets = np.append(0, np.cumsum(lengths["input_ids"], dtype=np.int64))
+        offsets = offsets[np.append(True, lengths["input_ids"] > 0)]  # Empty documents have no rows.
         if packing == "concat":  # Cut the stream at multiples of the row length.
             cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])
         else:  # Cut every document, from its start.
@@ -383,18 +385,16 @@ class Dataset:
         return np.concatenate([self.permutation(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
     def read(self, row: int) -> np.ndarray:
         """int64 [3, tokens]: input_ids; targets, the token that follows each, or -100 for none; position in a piece."""
-        pieces, edges = [], self.edges[self.first[row] : self.first[row + 1] + 1]
-        for start, stop in zip(edges, edges[1:]):
-            document = int(np.searchsorted(self.offsets, start, side="right")) - 1
-            span = slice(int(start - self.offsets[document]), int(stop - self.offsets[document]))
-            # Zero-copy views of the memory-mapped file; without labels, the tokens are their own.
-            names = "input_ids", "labels" if "labels" in self.columns else "input_ids"
-            ids, labels = (self.columns[name][document].values[span].to_numpy() for name in names)
-            pieces.append(np.stack([ids, np.append(labels[1:], -100), np.arange(len(ids))]))
-        return np.concatenate(pieces, axis=1).astype(np.int64)
+        edges, length = self.edges[self.first[row] : self.first[row + 1] + 1], self.lengths[row]
+        spans = {name: stream.slice(edges[0], length).to_numpy() for name, stream in self.streams.items()}
+        tokens = np.empty((3, length), np.int64)
+        tokens[0], tokens[1, :-1] = spans["input_ids"], spans.get("labels", spans["input_ids"])[1:]
+        for start in edges[:-1] - edges[0]:  # What comes before a piece, the last one for the first, has no target.
+            tokens[1, start - 1], tokens[2, start:] = -100, np.arange(length - start)
+        return tokens
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, target tokens) of each row. A piece's first token is no target: nothing comes before it."""
-        if "labels" in self.columns:
+        if "labels" in self.streams:
             return self.lengths[rows], np.array([(self.read(row)[1] != -100).sum() for row in rows], int)
         return self.lengths[rows], self.lengths[rows] - (self.first[rows + 1] - self.first[rows])
     def fingerprint(self) -> int:
@@ -417,7 +417,7 @@ def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Ten
     batch[1] = -100
     for r, row in enumerate(rows):
         batch[:, r, : row.shape[1]] = row
-    packed = any((row[2] == 0).sum() > 1 for row in rows)
+    packed = any(row[2, -1] < row.shape[1] - 1 for row in rows)
     names = ["input_ids", "targets"] + ["position_ids"] * packed
     return {name: tensor.to(device) for name, tensor in zip(names, torch.from_numpy(batch))}
 
@@ -532,7 +532,7 @@ class Guard:
         self.state = torch.zeros(4, device=device)  # First bad step, bad steps, bad steps in a row, longest such row.
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         first, count, row, longest = self.state
-        bad = 1 - (torch.isfinite(loss) & torch.isfinite(grad_norm)).float()
+        bad = 1 - torch.isfinite(loss + grad_norm).float()
         optimizer.found_inf = bad = torch.maximum(bad, (first > 0).float()) if self.stop else bad
         first, row = torch.where((row == 0) & (bad > 0), float(step), first), (row + 1) * bad
         self.state = torch.stack([first, count + bad, row, torch.maximum(longest, row)])
@@ -742,7 +742,7 @@ def draw_curves(folder: Path) -> None:
     phases.plot.barh(ax=clock, title="Where the time went", xlabel="seconds")
     figure.savefig(folder / "curves.png", dpi=110)
 
-# 9. main() and the loop -----------------------------------------------------------------------------------------------
+# 9. train() and the loop ----------------------------------------------------------------------------------------------
 def say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0" and text:  # The main process; without tearing the progress bar.
         tqdm.write(text)
@@ -900,13 +900,14 @@ def train(argv: list[str]) -> int | None:
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
     bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
+    reseed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed  # Faster.
     meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
         step, (micro_batches, counts) = step + 1, upcoming.result()
         upcoming = pool.submit(prepare, step + 1)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
-        torch.manual_seed(int(np.random.SeedSequence([run.seed, step, rank]).generate_state(1)[0]))
+        reseed(int(np.random.SeedSequence([run.seed, step, rank]).generate_state(1)[0]))
         meter.enter("micro_steps")
         loss = torch.zeros((), device=device)
         try:
@@ -928,7 +929,7 @@ def train(argv: list[str]) -> int | None:
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
         guard.check(step, loss, grad_norm, optimizer.optimizer)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         meter.count(counts)
         seen.update(counts)
         line, last = {}, step == max_steps
@@ -970,7 +971,7 @@ def train(argv: list[str]) -> int | None:
     set_status("stopped" if stopped else "finished")
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
-    pool.shutdown(cancel_futures=True)
+    accelerator.wait_for_everyone()  # No thread of a collective may be left when main() frees what it works on.
     accelerator.end_training()
     # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.
     return int(stopped and not stop.requested and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 from transformers import LlamaForCausalLM
 
 import train
@@ -124,7 +124,7 @@ def patch_forward(monkeypatch, before=lambda call, ids: None, after=lambda call,
 
     @functools.wraps(forward)
     def patched(self, input_ids, **inputs):
-        if not torch.is_grad_enabled() or isinstance(input_ids, FakeTensor):  # Evaluation, and the count of FLOPs.
+        if not torch.is_grad_enabled() or is_fake(next(self.parameters())):  # Evaluation, and the count of FLOPs.
             return forward(self, input_ids, **inputs)
         before(call := next(calls), input_ids)
         output = forward(self, input_ids, **inputs)
@@ -336,34 +336,31 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def launch(tmp_path, monkeypatch, patch, config, *overrides, expect):
+def launch(tmp_path, patch, config, *overrides, expect):
     """Two processes through the launcher, with `patch` executed on rank 1 before train.py."""
-    script = tmp_path / "root" / "train.py"
-    script.parent.mkdir()
-    (script.parent / "accelerate_configs").symlink_to(helpers.ROOT / "accelerate_configs")
+    script = tmp_path / "train_patched.py"
     path = [str(helpers.ROOT / "tests"), str(helpers.ROOT)]
     script.write_text(ONE_RANK.format(path=path, patch=patch, script=str(helpers.ROOT / "train.py")))
-    monkeypatch.setattr(helpers, "ROOT", script.parent)
-    done = helpers.launch(tmp_path, config, *overrides, processes=2, expect=expect)
+    done = helpers.launch(tmp_path, config, *overrides, processes=2, expect=expect, script=script)
     return done, re.findall("^error: .*", done.output, re.MULTILINE)
 
 
-def test_not_finite_on_one_rank(whole, tmp_path, monkeypatch):
+def test_not_finite_on_one_rank(whole, tmp_path):
     patch = "test_damage.poison(pytest.MonkeyPatch(), {3}, test_damage.in_the_loss)"
-    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], expect=1)
+    done, messages = launch(tmp_path, patch, whole[0], expect=1)
     assert len(messages) == 1 and "step 3" in messages[0]
     assert done.checkpoints == ["step-00000002"]
 
 
-def test_less_memory_on_one_rank(whole, tmp_path, monkeypatch):
+def test_less_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
-    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], "--batch.max_micro_batch_size", "auto", expect=0)
+    done, messages = launch(tmp_path, patch, whole[0], "--batch.max_micro_batch_size", "auto", expect=0)
     assert not messages and done.metrics[0]["plan/micro_batch_size"] == 2
     assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
 
 
-def test_out_of_memory_on_one_rank(whole, tmp_path, monkeypatch):
+def test_out_of_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
-    done, messages = launch(tmp_path, monkeypatch, patch, whole[0], expect=1)
+    done, messages = launch(tmp_path, patch, whole[0], expect=1)
     assert len(messages) == 1 and "max_micro_batch_size" in messages[0]
     assert "Connection closed" not in done.output
