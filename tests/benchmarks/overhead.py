@@ -1,0 +1,205 @@
+"""What does the loop cost? The same tiny training in a bare torch loop, train.py, transformers' Trainer and Accelerate.
+
+    python tests/benchmarks/overhead.py [--rounds 40] [--core 0]
+
+All train the same Llama on the same rows in the same order, with fused AdamW, clipping, cosine and a log line every 50
+steps, without evaluation or saves; a step takes about 7 ms on one idle core, so that overhead shows. All must end
+with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A turn is from one log line
+to the next, by the host's clock, see contest.py.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from contest import compete, contend, spread
+
+import helpers
+import numpy as np
+import torch
+import transformers
+
+ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in turns of LOG_EVERY steps.
+PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
+SHAPE = {"vocab_size": helpers.VOCABULARY, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": LENGTH, "use_cache": False}
+
+
+def make_ids(steps: int) -> np.ndarray:
+    """[rows, LENGTH] token ids of one epoch, as they are stored."""
+    rng = np.random.default_rng(0)
+    starts, strides = rng.integers(3, 60, (steps * ROWS, 1)), rng.integers(1, 6, (steps * ROWS, 1))
+    noise = rng.integers(0, 3, (steps * ROWS, LENGTH))  # So that no contender can reach a loss of nothing.
+    return (starts + strides * np.arange(LENGTH) + noise) % (helpers.VOCABULARY - 3) + 3
+
+
+def in_order(ids: np.ndarray) -> torch.Tensor:
+    """The rows in the order in which train.py takes them: for those that do not shuffle for themselves."""
+    return torch.from_numpy(ids[np.random.default_rng([SEED, 0]).permutation(len(ids))])
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+
+
+def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is many], "weight_decay": DECAY * many}
+              for many in (True, False)]
+    return torch.optim.AdamW(groups, lr=PEAK, betas=BETAS, eps=EPS, fused=True)
+
+
+def share(step: int, steps: int) -> float:
+    """Learning rate of a step, 1 to steps, as a share of the peak: a cosine without warmup."""
+    return LOW + (1 - LOW) * 0.5 * (1 + np.cos(np.pi * step / steps))
+
+
+class Rows(torch.utils.data.Dataset):
+    """What the loaders of Trainer and Accelerate read: rows in memory, so that they lose nothing on reading."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[row], "labels": self.ids[row]}
+
+
+def bare_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+    model = new_model()
+    optimizer, batches = new_optimizer(model), in_order(ids).view(steps, ROWS, LENGTH)
+    with open(folder / "log.jsonl", "w") as log:
+        for step, batch in enumerate(batches, 1):
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK * share(step, steps)
+            logits = model(input_ids=batch).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % LOG_EVERY == 0:
+                values = loss.item(), norm.item(), group["lr"]
+                log.write(json.dumps({"step": step, **dict(zip(("loss", "norm", "lr"), values))}) + "\n")
+                turn()
+    return model
+
+
+def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+    import train
+
+    new_model().save_pretrained(folder / "start")
+    rows = helpers.write_rows(folder / "rows", [{"input_ids": row} for row in ids.tolist()])
+    config = {
+        "run": {"max_steps": steps, "seed": SEED, "log_every": LOG_EVERY, "eval_every": 0, "save_every": 0,
+                "trackers": []},
+        "batch": {"global_batch_size": ROWS, "max_micro_batch_size": ROWS},
+        "data": {"path": str(rows), "format": "tokens", "packing": "none", "sequence_length": LENGTH},
+        "model": {"pretrained": str(folder / "start")},
+        "optim": {"learning_rate": PEAK, "min_learning_rate_ratio": LOW, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1],
+                  "adam_eps": EPS, "weight_decay": DECAY, "max_grad_norm": CLIP}}
+    path, say = helpers.write_config(folder, config), train.say
+
+    def say_and_turn(text: str) -> None:
+        say(text)
+        if text.startswith("step "):
+            turn()
+
+    train.say = say_and_turn
+    assert train.main(["--config", str(path)]) == 0
+    return transformers.LlamaForCausalLM.from_pretrained(folder / "run" / "model")
+
+
+def trainer(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+    class Turns(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs, **_):
+            if "loss" in logs:  # The summary of the run is logged, too.
+                turn()
+
+    model = new_model()
+    optimizer = new_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: share(done + 1, steps))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=ROWS, max_grad_norm=CLIP, use_cpu=True,
+        logging_steps=LOG_EVERY, save_strategy="no", report_to="none", include_num_input_tokens_seen="all",
+        train_sampling_strategy="sequential", dataloader_pin_memory=False, disable_tqdm=True)
+    transformers.Trainer(model, arguments, train_dataset=Rows(in_order(ids)), callbacks=[Turns()],
+                         data_collator=transformers.default_data_collator, optimizers=(optimizer, scheduler)).train()
+    return model
+
+
+def accelerate_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+    """The loop of Accelerate's documentation."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    bare = new_model()
+    optimizer = new_optimizer(bare)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: share(done + 1, steps))
+    loader = torch.utils.data.DataLoader(Rows(in_order(ids)), batch_size=ROWS)
+    model, optimizer, loader, scheduler = accelerator.prepare(bare, optimizer, loader, scheduler)
+    with open(folder / "log.jsonl", "w") as log:
+        for step, batch in enumerate(loader, 1):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if step % LOG_EVERY == 0:
+                values = accelerator.gather(loss).mean().item(), norm.item(), scheduler.get_last_lr()[0]
+                log.write(json.dumps({"step": step, **dict(zip(("loss", "norm", "lr"), values))}) + "\n")
+                turn()
+    return bare
+
+
+def loop(name: str, steps: int, folder: Path, turn: Callable) -> dict[str, float]:
+    """Train, and return the trained model's loss on the first rows."""
+    ids = make_ids(steps)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model = CONTENDERS[name](ids, steps, turn, folder).eval()
+    probe = torch.from_numpy(ids[:64])
+    with torch.no_grad():
+        return {"loss": model(input_ids=probe, labels=probe).loss.item()}
+
+
+CONTENDERS = {"bare torch loop": bare_loop, "train.py": this_script, "Trainer": trainer, "Accelerate": accelerate_loop}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help=f"of {LOG_EVERY} steps of each contender")
+    parser.add_argument("--core", type=int, default=0)
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contender:
+        logging.disable()
+        contend(partial(loop, args.contender, (WARMUP + args.rounds) * LOG_EVERY, args.folder))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        turns, results = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core,
+                                 "--rounds", args.rounds)
+    base = "bare torch loop"
+    print(f"{'':18}{'ms per step':>24}{'to the bare loop':>24}{'in processor time':>24}")
+    for name in CONTENDERS:
+        cells = [spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f"),
+                 *(spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu"))]
+        print(f"{name:18}" + "".join(f"{cell:>24}" for cell in cells))
+    worst = max(abs(result["loss"] / results[base]["loss"] - 1) for result in results.values())
+    print(f"loss of the trained model {results[base]['loss']:.5f}, greatest relative difference {worst:.1e}")
+    assert worst < 1e-5, "the contenders did not train the same model"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
