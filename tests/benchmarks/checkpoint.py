@@ -2,10 +2,10 @@
 
     python tests/benchmarks/checkpoint.py [--rounds 5] [--folder FOLDER]
 
-A Llama of 60 million float32 parameters with AdamW's moments, 720 MB, is saved by train.py's save_checkpoint; plain
-writes of the same bytes to the same disk alternate with the saves. trained_state() collects the tensors, dcp.save() makes
-the files of them, and a checksum reads these back. Last comes the time to copy the tensors in memory: for so long would a
-save that goes on in the background hold up training.
+A Llama of 60 million float32 parameters with AdamW's moments, 720 MB, is saved by save_checkpoint(); plain
+writes of as many bytes to the same disk alternate with the saves. Of a save, trained_state() collects the tensors,
+dcp.save() makes files of them, and a checksum reads these back. Last comes the time to copy the tensors in memory: for so
+long would a save that goes on in the background hold up training.
 """
 
 import argparse
@@ -20,7 +20,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import numpy as np
-import torch
 import transformers
 from accelerate import Accelerator
 
