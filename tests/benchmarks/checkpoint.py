@@ -4,7 +4,7 @@
 
 A Llama of 60 million float32 parameters with AdamW's moments, 720 MB, is saved by save_checkpoint(); plain
 writes of as many bytes to the same disk alternate with the saves. Of a save, trained_state() collects the tensors,
-dcp.save() makes files of them, and a checksum reads these back. Last comes the time to copy the tensors in memory: for so
+dcp.save() makes files of them, and a checksum reads these back. Last is the time to copy the tensors in memory: for so
 long would a save that goes on in the background hold up training.
 """
 
