@@ -31,7 +31,8 @@ PARTS = ("load_config", "start_accelerator", "load_tokenizer", "load_data", "bui
 def imports() -> str:
     """The imports at the top of train.py, as a program."""
     tree = ast.parse((ROOT / "train.py").read_text())
-    return "\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "\n".join([*lines, "os._exit(0)"])  # As the watched launch ends: taking all down again is not start-up.
 
 
 def watched(launched: float, arguments: list[str]) -> None:
