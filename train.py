@@ -971,8 +971,8 @@ def train(argv: list[str]) -> int | None:
     set_status("stopped" if stopped else "finished")
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
-    accelerator.wait_for_everyone()  # No thread of a collective may be left when main() frees what it works on.
     accelerator.end_training()
+    time.sleep(0.1)  # Gloo's threads may need Python's lock to end, and torch, waiting for them, would not release it.
     # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.
     return int(stopped and not stop.requested and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
 
