@@ -114,7 +114,7 @@ class Watch:
     def look(self) -> None:
         """Read what is new. Raises AssertionError for ranks of a killed launcher that have not stopped as they must."""
         if self.began is None:
-            time.sleep(0.05)  # Nothing is to be hit yet: leave the cores to the ranks.
+            time.sleep(0 if self.last == MAX_STEPS else 0.05)  # Nothing is to be hit yet: leave the cores to the ranks.
             late = time.monotonic() - self.started > ALLOWED_SECONDS and alive(self.orphans)
             assert not late, f"still there {ALLOWED_SECONDS} seconds after their launcher was killed: {late}"
         with contextlib.suppress(FileNotFoundError, IndexError, json.JSONDecodeError):  # Empty or half a line so far.
@@ -148,12 +148,13 @@ class Watch:
         while self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
             self.look()
-            if moment == "export" and self.began is not None and self.last == MAX_STEPS:
-                # It comes once only: from here on time passes in slices.
+            if moment == "export" and self.last == MAX_STEPS:
+                # It comes once only, maybe right after the start: from here on time passes in slices.
                 time.sleep(0.01)
                 send(self.ranks, signal.SIGSTOP)
                 time.sleep(0.001)
-                if self.at(moment, after, delay):
+                self.look()
+                if self.began is not None and self.at(moment, after, delay):
                     return
                 send(self.ranks, signal.SIGCONT)
                 continue
