@@ -44,8 +44,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list, memory
 from filelock import FileLock
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf, errors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -222,7 +221,7 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
         mark = getattr(error, "problem_mark", None)  # Counts from 0.
         place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         raise UserError(f"{place}: {getattr(error, 'problem', None) or error}") from None
-    except (OSError, ValueError, argparse.ArgumentError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, argparse.ArgumentError, errors.OmegaConfBaseException) as error:
         raise UserError(f"{where}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
 
 # 2. Batch plan --------------------------------------------------------------------------------------------------------
@@ -240,16 +239,12 @@ class Plan:
         """Mean share of a step in which a rank waits for those with one row more."""
         rows_per_rank = self.global_batch_size / self.data_parallel_size
         return 1 - rows_per_rank / math.ceil(rows_per_rank)
-    def micro_batches(self, rank: int) -> list[slice]:
-        """Of the step's rows sorted by length, the slice for each micro-step of a rank. Sizes differ by at most one;
-        odd micro-steps deal in reverse, so that all ranks get a like share of long rows."""
-        slices, ranks = [], self.data_parallel_size
-        size, larger = divmod(self.global_batch_size, ranks * self.grad_accum_steps)
-        for micro_step in range(self.grad_accum_steps):
-            piece = micro_step * ranks + (ranks - 1 - rank if micro_step % 2 else rank)
-            start = piece * size + min(piece, larger)
-            slices.append(slice(start, start + size + (piece < larger)))
-        return slices
+    def split(self, rows: np.ndarray) -> list[list[np.ndarray]]:
+        """A step's rows, sorted by length, as [micro_step][rank]. Sizes differ by at most one; odd micro-steps deal in
+        reverse, so that all ranks get a like share of long rows."""
+        ranks, pieces = self.data_parallel_size, np.array_split(rows, self.data_parallel_size * self.grad_accum_steps)
+        dealt = [pieces[start : start + ranks] for start in range(0, len(pieces), ranks)]
+        return [dealt_to[::-1] if micro_step % 2 else dealt_to for micro_step, dealt_to in enumerate(dealt)]
     def even_neighbours(self) -> str:
         """The nearest batch sizes and process counts that leave no rank idle."""
         rows, ranks, processes = self.global_batch_size, self.data_parallel_size, self.num_processes
@@ -427,15 +422,14 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
     require(targets.any(), f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
-    order = np.argsort(lengths, kind="stable")
-    micro_batches = [[data.read(row) for row in rows[order[p]]] for p in plan.micro_batches(rank)]
+    split = plan.split(np.argsort(lengths, kind="stable"))
+    micro_batches = [[data.read(row) for row in rows[ranks[rank]]] for ranks in split]
     ids = np.concatenate([np.zeros((2, 1), int), *(row[:2] for batch in micro_batches for row in batch)], axis=1)
     low, high = ids[ids != -100].min(), ids.max()
     require(0 <= low and high < vocab_size, f"data: step {step} has token ids {low} to {high}, the model's vocabulary "
             f"is 0 to {vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
-    pieces = [lengths[order[p]] for r in range(plan.data_parallel_size) for p in plan.micro_batches(r)]
-    tokens = sum(max(1, len(piece)) * piece.max(initial=1) for piece in pieces)
+    tokens = sum(max(1, len(piece)) * lengths[piece].max(initial=1) for ranks in split for piece in ranks)
     counts = {"rows": len(rows), "tokens": tokens, "real_tokens": lengths.sum(), "target_tokens": targets.sum()}
     counts = {"step": 1} | {name: int(count) for name, count in counts.items()}
     return [collate(batch, device) for batch in micro_batches], counts
@@ -822,6 +816,7 @@ def train(argv: list[str]) -> int | None:
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
+    parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.
     if limit == "auto":
         most = -(-config.global_batch_size // ranks)
@@ -925,11 +920,11 @@ def train(argv: list[str]) -> int | None:
                               f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
         meter.enter("optimizer")
         loss = accelerator.reduce(loss, "sum") / counts["target_tokens"]
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm or math.inf)
+        grad_norm = accelerator.clip_grad_norm_(parameters, config.optim.max_grad_norm or math.inf)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
         guard.check(step, loss, grad_norm, optimizer.optimizer)
         optimizer.step()
-        model.zero_grad()
+        optimizer.optimizer.zero_grad()
         meter.count(counts)
         seen.update(counts)
         line, last = {}, step == max_steps

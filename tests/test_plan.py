@@ -89,16 +89,15 @@ def test_processes_that_form_no_groups_are_refused(processes, group):
 def test_ten_rows_on_three_ranks():
     """At most 4 rows per rank and 2 per pass: pieces of 2, 2, 2, 2, 1, 1 rows, the last three dealt in reverse."""
     plan = train.plan_batch(10, 2, 3, 512)
-    assert plan.micro_batches(0) == [slice(0, 2), slice(9, 10)]
-    assert plan.micro_batches(1) == [slice(2, 4), slice(8, 9)]
-    assert plan.micro_batches(2) == [slice(4, 6), slice(6, 8)]
+    split = [[piece.tolist() for piece in pieces] for pieces in plan.split(np.arange(10))]
+    assert split == [[[0, 1], [2, 3], [4, 5]], [[9], [8], [6, 7]]]  # [micro_step][rank]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)  # The same examples on every machine.
 @given(rows=st.integers(1, 2000), ranks=st.integers(1, 96), limit=st.integers(1, 70), group=st.integers(1, 3))
 def test_micro_batches_partition_the_step(rows, ranks, limit, group):
     plan = train.plan_batch(rows, limit, ranks * group, 512, group)
-    dealt = [[list(range(rows))[piece] for piece in plan.micro_batches(rank)] for rank in range(ranks)]
+    dealt = list(zip(*plan.split(np.arange(rows))))  # [rank][micro_step]
     assert plan.data_parallel_size == ranks
     assert sorted(row for pieces in dealt for piece in pieces for row in piece) == list(range(rows))
     assert {len(pieces) for pieces in dealt} == {plan.grad_accum_steps}
@@ -116,8 +115,7 @@ def test_sorted_rows_are_dealt_evenly():
     """Of rows as long as their index, every rank gets the same number of tokens: what the first rank has less in one
     micro-step it has more in the next. Dealt in one direction only, the last rank would have 8 x 3 x 16 more."""
     plan = train.plan_batch(256, 8, 4, 512)
-    lengths = np.arange(256)
-    tokens = [sum(lengths[piece].sum() for piece in plan.micro_batches(rank)) for rank in range(4)]
+    tokens = np.sum([[piece.sum() for piece in pieces] for pieces in plan.split(np.arange(256))], axis=0).tolist()
     assert plan.grad_accum_steps == 8 and tokens == [255 * 256 / 2 / 4] * 4
 
 
@@ -125,13 +123,13 @@ def test_ranks_wait_little_and_pad_little():
     """The micro-batches of one micro-step are neighbours in the sorted order, so ranks that wait for each other have
     like work; and a micro-batch holds rows of like lengths, so it is mostly real tokens."""
     plan, rng = train.plan_batch(128, 8, 4, 4096), np.random.default_rng(0)
-    for step in range(plan.grad_accum_steps):
-        band = sorted((plan.micro_batches(rank)[step] for rank in range(4)), key=lambda piece: piece.start)
-        assert (band[0].start, band[-1].stop) == (step * 32, step * 32 + 32)
-        assert all(left.stop == right.start for left, right in zip(band, band[1:]))
+    split = plan.split(np.arange(128))
+    for step, pieces in enumerate(split):
+        assert sorted(np.concatenate(pieces)) == list(range(step * 32, step * 32 + 32))
+        assert all(np.ptp(piece) == len(piece) - 1 for piece in pieces)
 
     def real_share(lengths):
-        pieces = [lengths[piece] for rank in range(4) for piece in plan.micro_batches(rank)]
+        pieces = [lengths[piece] for ranks in split for piece in ranks]
         return lengths.sum() / sum(len(piece) * piece.max() for piece in pieces)
 
     batches = rng.lognormal(sigma=0.8, size=(200, 128))
@@ -237,4 +235,4 @@ def test_plan_takes_process_counts_only(plans, counts):
 def test_huge_plans_are_instant():
     """Arithmetic, not a search: a step of a million rows on ten thousand ranks, and all its slices on one rank."""
     plan = train.plan_batch(1_000_000, 1, 9_999, 8192)
-    assert len(plan.micro_batches(5)) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)
+    assert len(plan.split(np.arange(1_000_000))) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)
