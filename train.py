@@ -924,7 +924,7 @@ def train(argv: list[str]) -> int | None:
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
         guard.check(step, loss, grad_norm, optimizer.optimizer)
         optimizer.step()
-        optimizer.optimizer.zero_grad()
+        optimizer.optimizer.zero_grad(set_to_none=model is bare)  # DDP's are views of its buckets, which stay.
         meter.count(counts)
         seen.update(counts)
         line, last = {}, step == max_steps

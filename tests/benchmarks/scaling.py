@@ -97,9 +97,8 @@ def count_weights(found: transformers.PreTrainedConfig, model: train.Model) -> W
 def cost(strategy: str, immediate: bool, weights: Weights, devices: int, micro_steps: int) -> Cost:
     """Of a step of so many micro-steps. Deferred, gradients are reduced in the last one only.
 
-    Until then DDP holds them beside its buckets: they were freed after the last update, and only a backward pass that
-    reduces puts them into the buckets. FSDP2 holds them whole, in the dtype in which they will be reduced, in place of
-    their shards.
+    DDP's gradients are views of its buckets, which stay. FSDP2 holds those that wait whole, in the dtype in which they
+    will be reduced, in place of their shards.
     """
     reductions = micro_steps if immediate else 1
     waiting = GRADIENT * weights.trained if micro_steps > reductions and devices > 1 else 0
@@ -107,7 +106,7 @@ def cost(strategy: str, immediate: bool, weights: Weights, devices: int, micro_s
     gradients, ring = GRADIENT * weights.trained, (devices - 1) / devices
     if strategy == "DDP":
         reduced = reductions * gradients
-        return Cost(0, reduced, ring * 2 * reduced, frozen + states + gradients + waiting)
+        return Cost(0, reduced, ring * 2 * reduced, frozen + states + gradients)
     gathered = micro_steps * GATHERED * (weights.trained + weights.frozen + weights.regathered)
     held = (frozen + states) / devices + (waiting or gradients / devices)
     return Cost(gathered, reductions * gradients, ring * (gathered + reductions * gradients), held)
