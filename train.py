@@ -54,6 +54,8 @@ from tqdm.auto import tqdm
 accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 
+CAUSAL = "sdpa_causal"  # transformers' sdpa without its masks, see build_model().
+
 # 1. Config ------------------------------------------------------------------------------------------------------------
 class UserError(ValueError):
     """A mistake in the config, the data, a checkpoint or the launch: ends as one message and exit status 2."""
@@ -243,8 +245,7 @@ class Plan:
         """A step's rows, sorted by length, as [micro_step][rank]. Sizes differ by at most one; odd micro-steps deal in
         reverse, so that all ranks get a like share of long rows."""
         ranks, pieces = self.data_parallel_size, np.array_split(rows, self.data_parallel_size * self.grad_accum_steps)
-        dealt = [pieces[start : start + ranks] for start in range(0, len(pieces), ranks)]
-        return [dealt_to[::-1] if micro_step % 2 else dealt_to for micro_step, dealt_to in enumerate(dealt)]
+        return [pieces[at : at + ranks][:: -1 if at // ranks % 2 else 1] for at in range(0, len(pieces), ranks)]
     def even_neighbours(self) -> str:
         """The nearest batch sizes and process counts that leave no rank idle."""
         rows, ranks, processes = self.global_batch_size, self.data_parallel_size, self.num_processes
@@ -471,22 +472,32 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
             model = auto.from_config(found, **options)
         if vocab_size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(vocab_size)
+        kinds = {*(getattr(found, "layer_types", None) or ["full_attention"]),
+                 *(getattr(found, limit, None) for limit in ("sliding_window", "index_topk"))}
+        if config.attention == "sdpa" and model._supports_attention_backend and kinds == {"full_attention", None}:
+            # To a name that it does not know transformers gives no mask, and so looks for none on the host in each
+            # pass, for which a GPU would have to wait. Nothing but packed rows needs one, see compute_loss().
+            transformers.AttentionInterface.register(CAUSAL, transformers.AttentionInterface()["sdpa"])
+            model.set_attn_implementation(CAUSAL)
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
     for module in {"none": [], "full": [model], "regional": layers}[config.compile]:
         module.compile()  # In place: names stay as they are.
-    return model
+    return model.train()
 
 def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)) if lora else model
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch.get("position_ids")}
+    inputs, targets = {name: batch[name] for name in batch.keys() - {"targets"}}, batch["targets"]
+    if "position_ids" in batch and getattr(model, "module", model).config._attn_implementation == CAUSAL:
+        document = (batch["position_ids"] == 0).cumsum(1)
+        inputs["attention_mask"] = (document[:, None, :, None] == document[:, None, None]).tril()
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
@@ -668,8 +679,7 @@ def export_model(bare: torch.nn.Module, accelerator: Accelerator, tokenizer, fol
 class Stop:
     """Lets a signal to any rank stop all ranks after the same step."""
     def __init__(self, group: dist.ProcessGroup | None):
-        self.requested, self.since, self.work, self.flag = "", 0.0, None, torch.zeros(1)
-        self.group, self.launcher = group, os.getppid()
+        self.requested, self.since, self.group, self.launcher = "", 0.0, group, os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
     def on_signal(self, number: int, frame) -> None:
@@ -679,28 +689,24 @@ class Stop:
         if os.getppid() != self.launcher:
             signal.alarm(20)  # Enough to save while all ranks live; where one does not, the others wait in vain.
         self.requested, self.since = signal.Signals(number).name, self.since or time.monotonic()
-    def agreed(self, last: bool = False) -> bool:
-        """Whether to stop now, the same answer on every rank; call it once per step. Each rank's wish goes into an
-        all-reduce of a host tensor over gloo, started here and read at the next call: no device waits for it."""
-        if self.group is None:
-            return bool(self.requested)
-        if self.work:
-            self.work.wait()
-        agreed, self.flag = bool(self.flag.item()), torch.tensor([float(bool(self.requested))])
-        self.work = None if last else dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return agreed
+    def agreed(self) -> bool:
+        """Whether to stop now, the same answer on every rank; call it once per step. The ranks' wishes meet in an
+        all-reduce of a host tensor over gloo: no device waits for it, while the host is steps ahead of its device."""
+        wish = torch.tensor(float(bool(self.requested)))
+        if self.group:
+            dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
+        return bool(wish)
 
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
-    """The mean loss over all target tokens of the evaluation rows, each of them on one rank."""
-    rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
+    """The mean loss over all target tokens of the evaluation rows, split as if they were one step."""
+    rows = np.arange(min(len(data), max_rows or len(data)))
     lengths, targets = data.sizes(rows)
-    own = rows[np.argsort(lengths, kind="stable")][accelerator.process_index :: plan.data_parallel_size]
-    # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
-    starts = range(0, -(-len(rows) // plan.data_parallel_size), size)
-    batches = (collate([data.read(row) for row in own[at : at + size]], accelerator.device) for at in starts)
-    losses = torch.stack([compute_loss(model, batch) for batch in batches]).double()
+    plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
+    split = plan.split(np.argsort(lengths, kind="stable"))
+    own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in split)
+    losses = torch.stack([compute_loss(model, collate(batch, accelerator.device)) for batch in own]).double()
     loss = accelerator.reduce(losses.sum(), "sum").item() / int(targets.sum())
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700))}
 
@@ -761,15 +767,13 @@ def start_accelerator(config: Config) -> Accelerator:
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
         policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    parallel = accelerator.parallelism_config
-    require(not parallel or parallel.non_data_parallel_size == 1, "launch: only data parallelism is supported")
+    require(getattr(accelerator.parallelism_config, "non_data_parallel_size", 1) == 1, "launch: data parallelism only")
     return accelerator
 
-def largest_micro_batch(most: int, length: int, bare, optimizer, accelerator: Accelerator) -> int:
-    """The largest size, in steps of a tenth, for which every rank has memory for two passes over full rows beside the
+def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator: Accelerator) -> int:
+    """The largest size, in steps of a tenth, for which every rank has memory for two passes over such rows beside the
     optimizer's state. Raises UserError if there is none. (FSDP's ranks wait for each other: they must be alike.)"""
     trained_state(bare, [optimizer])  # Makes the optimizer's state.
-    row, size = np.outer([0, 0, 1], np.arange(length)), most  # Tokens and targets 0, at positions of their own.
     while size:
         fits = torch.ones((), device=accelerator.device)
         try:
@@ -786,8 +790,8 @@ def largest_micro_batch(most: int, length: int, bare, optimizer, accelerator: Ac
             optimizer.state.clear()
             return size
         size = size * 9 // 10
-    raise UserError(f"batch.max_micro_batch_size: no memory for even one row of data.sequence_length {length}; make it "
-                    "or the model smaller, or shard the model by accelerate_configs/fsdp2.yaml")
+    raise UserError("batch.max_micro_batch_size: no memory for even one row; make data.sequence_length or the model "
+                    "smaller, or shard the model by accelerate_configs/fsdp2.yaml")
 
 def train(argv: list[str]) -> int | None:
     """All of a run, in order."""
@@ -813,14 +817,16 @@ def train(argv: list[str]) -> int | None:
     # The model, wrapped as the launcher file says.
     needed = len(tokenizer) if config.data.format != "tokens" else 0  # Pre-tokenized data came with its vocabulary.
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
+    require(config.data.packing == "none" or bare._supports_attention_backend,
+            f"data.packing: in a {bare.config.model_type} model documents of a row would see each other; use none")
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
     parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.
     if limit == "auto":
-        most = -(-config.global_batch_size // ranks)
-        limit = largest_micro_batch(most, length, bare, optimizer.optimizer, accelerator)
+        row = np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))
+        limit = largest_micro_batch(-(-config.global_batch_size // ranks), row, bare, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
@@ -833,9 +839,9 @@ def train(argv: list[str]) -> int | None:
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
     seen = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0)
-    record = {"max_steps": max_steps, "data_fingerprint": train_data.fingerprint(), "plan": asdict(plan), "versions": {
-        library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}}
-    record["config"] = config.model_dump()
+    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
+    record = {"config": config.model_dump(), "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
+              "plan": asdict(plan), "versions": versions}
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
@@ -885,7 +891,7 @@ def train(argv: list[str]) -> int | None:
         lines = file.read_text().splitlines() if file.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
         replace_file(file, "".join(line + "\n" for line in kept))
-        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": record["versions"]}))
+        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": versions}))
     accelerator.init_trackers("tensorboard", {k: str(v[0]) for k, v in pd.json_normalize(record["config"]).items()})
     set_status("running")
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
@@ -953,7 +959,6 @@ def train(argv: list[str]) -> int | None:
         meter.enter("data")
         bar.update()
     bar.close()
-    stop.agreed(last=True)
     if stopped and step > (found[1]["step"] if found else 0):
         save()
     meter.enter("checkpoint")
