@@ -30,12 +30,20 @@ def pytest_configure(config):
     config.option.log_level = "WARNING"  # torch logs a checkpoint's every tensor, which hides why a test failed.
 
 
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+def restore_handlers() -> None:
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
 def undo_main():
     """What train.main() leaves in this process: its signal handlers, and RANK and the like that Accelerate sets."""
-    environment, handlers = dict(os.environ), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    environment = dict(os.environ)
+    restore_handlers()  # The fixtures of a module run before this one; what they leave would swallow Ctrl-C.
     yield
     os.environ.clear()
     os.environ |= environment
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    restore_handlers()
