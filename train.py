@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 STARTED = time.perf_counter()  # Importing the libraries is part of the run's start-up time.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Processes share that work, see tokenize().
-os.environ.update(TRANSFORMERS_VERBOSITY="error", DATASETS_VERBOSITY="error")
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 if sys.platform == "linux":  # Nobody else ends the ranks of a dead launcher, or the tokenizing workers of a dead rank.
     end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG; a fork clears it.
     os.register_at_fork(after_in_child=end_with_parent)
@@ -485,7 +484,7 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
     for module in {"none": [], "full": [model], "regional": layers}[config.compile]:
         module.compile()  # In place: names stay as they are.
-    return model.train()
+    return model
 
 def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)) if lora else model
@@ -499,15 +498,24 @@ def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
     logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
+def check_packing(model: torch.nn.Module) -> None:
+    """Raises UserError for a model in which the documents of a row would see each other: tries two of 4 tokens."""
+    ids, position_ids = torch.arange(8)[None], torch.arange(4).repeat(2)[None]
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        joint = model.eval()(input_ids=ids, position_ids=position_ids, use_cache=False).logits[0]
+        apart = model(input_ids=ids.view(2, 4), use_cache=False).logits.flatten(0, 1)
+    require((joint - apart).abs().max() < max(1e-4, 8 * torch.finfo(apart.dtype).eps) * apart.abs().max(),
+            f"data.packing: in a model of type {model.config.model_type} documents of a row see each other; use none")
+
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
     attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
     with torch.device("meta"):  # peft cannot move fake tensors.
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
-        model, ids = add_lora(model, lora), torch.zeros(1, length, dtype=torch.long, device="cpu")
+        kinds = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}  # These work without storage.
+        model = add_lora(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **kinds), lora)
     fails = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
     with fails, torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
-        model.to_empty(device="cpu")(input_ids=ids, use_cache=False).logits.sum().backward()
+        model.to_empty(device="cpu")(input_ids=torch.ones(1, length).long(), use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / length
 
 # 5. Optimizer ---------------------------------------------------------------------------------------------------------
@@ -531,16 +539,14 @@ def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
 
 class Guard:
     """Keeps non-finite numbers out of the weights without a host read per step: a fused optimizer's step does nothing
-    where `found_inf` is set on the device. With `stop` the flag sticks."""
-    def __init__(self, stop: bool, device: torch.device):
-        self.stop = stop
-        self.state = torch.zeros(4, device=device)  # First bad step, bad steps, bad steps in a row, longest such row.
+    where `found_inf` is set on the device. After `limit` such steps in a row it stays set."""
+    def __init__(self, limit: int, device: torch.device):
+        self.limit, self.state = limit, torch.zeros(3, device=device)  # First step of the row; steps in all, in a row.
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        first, count, row, longest = self.state
-        bad = 1 - torch.isfinite(loss + grad_norm).float()
-        optimizer.found_inf = bad = torch.maximum(bad, (first > 0).float()) if self.stop else bad
-        first, row = torch.where((row == 0) & (bad > 0), float(step), first), (row + 1) * bad
-        self.state = torch.stack([first, count + bad, row, torch.maximum(longest, row)])
+        first, count, row = self.state
+        optimizer.found_inf = bad = (~torch.isfinite(loss + grad_norm) | (row >= self.limit)).float()
+        first = torch.where((row == 0) & (bad > 0), float(step), first)
+        self.state = torch.stack([first, count + bad, (row + 1) * bad])
 
 # 6. Throughput --------------------------------------------------------------------------------------------------------
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
@@ -605,7 +611,6 @@ def replace_file(path: Path, text: str) -> None:
 
 def lock_folder(folder: Path) -> Any:
     with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
-        folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / ".lock", timeout=45).acquire()  # Ranks of a killed launcher may still be saving.
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
@@ -704,8 +709,7 @@ def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_row
     rows = np.arange(min(len(data), max_rows or len(data)))
     lengths, targets = data.sizes(rows)
     plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
-    split = plan.split(np.argsort(lengths, kind="stable"))
-    own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in split)
+    own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in plan.split(np.argsort(lengths)))
     losses = torch.stack([compute_loss(model, collate(batch, accelerator.device)) for batch in own]).double()
     loss = accelerator.reduce(losses.sum(), "sum").item() / int(targets.sum())
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700))}
@@ -811,17 +815,16 @@ def train(argv: list[str]) -> int | None:
     require((folder / ".lock").exists(), f"run.output_dir {folder} is another folder on this machine; share one")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
     tokenizer = load_tokenizer(config.data, config.model.trust_remote_code)
-    os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
     # The model, wrapped as the launcher file says.
     needed = len(tokenizer) if config.data.format != "tokens" else 0  # Pre-tokenized data came with its vocabulary.
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
-    require(config.data.packing == "none" or bare._supports_attention_backend,
-            f"data.packing: in a {bare.config.model_type} model documents of a row would see each other; use none")
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
-    model, optimizer = accelerator.prepare(bare, build_optimizer(bare, config.optim))
+    if rank == 0 and config.data.packing != "none" and bare.config._attn_implementation in ("sdpa", "eager"):
+        check_packing(bare)  # Not by CAUSAL, nor in flash and flex attention, which a CPU cannot try.
+    model, optimizer = accelerator.prepare(bare.train(), build_optimizer(bare, config.optim))
     parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.
     if limit == "auto":
@@ -856,7 +859,7 @@ def train(argv: list[str]) -> int | None:
     elif run.init_from:
         verify_checkpoint(Path(run.init_from))
         load_checkpoint(Path(run.init_from), model, [])
-    step, guard = seen["step"], Guard(run.on_nonfinite == "stop", device)
+    step, guard = seen["step"], Guard(1 if run.on_nonfinite == "stop" else run.max_nonfinite_steps, device)
     stop = Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
     def write(values: dict[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -864,12 +867,9 @@ def train(argv: list[str]) -> int | None:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         accelerator.log({name: value for name, value in values.items() if value is not None}, step=step)
-    def set_status(status: str) -> None:
-        if rank == 0:
-            replace_file(folder / "status.json", json.dumps({"status": status, "step": step}))
     def skipped_steps() -> int:
-        first, count, _, longest = map(int, guard.state.tolist())
-        if count and run.on_nonfinite == "stop" or longest >= run.max_nonfinite_steps:
+        first, count, row = map(int, guard.state.tolist())
+        if row >= guard.limit:
             rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
             good = max((folder / "checkpoints").glob("step-*"), default="none")
             raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
@@ -892,8 +892,8 @@ def train(argv: list[str]) -> int | None:
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
         replace_file(file, "".join(line + "\n" for line in kept))
         replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": versions}))
+        replace_file(folder / "status.json", json.dumps({"status": "running", "step": step}))
     accelerator.init_trackers("tensorboard", {k: str(v[0]) for k, v in pd.json_normalize(record["config"]).items()})
-    set_status("running")
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
     say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
         f"{steps_per_epoch:,.1f} steps per epoch, {max_steps:,} in all\nModel: {bare.num_parameters():,} parameters, "
@@ -958,7 +958,6 @@ def train(argv: list[str]) -> int | None:
             save()
         meter.enter("data")
         bar.update()
-    bar.close()
     if stopped and step > (found[1]["step"] if found else 0):
         save()
     meter.enter("checkpoint")
@@ -968,7 +967,8 @@ def train(argv: list[str]) -> int | None:
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
     if rank == 0 and not stopped:
         draw_curves(folder)
-    set_status("stopped" if stopped else "finished")
+    if rank == 0:
+        replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
     accelerator.end_training()

@@ -1,0 +1,132 @@
+"""Model families: documents that share a row are as if alone, and a step reads nothing on the host."""
+
+import numpy as np
+import pytest
+import torch
+import train
+import transformers
+from helpers import run, tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+OLD_SHAPE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+FULL = {  # Attention that is causal and nothing else: train.py does without transformers' masks.
+    "llama": SHAPE, "qwen2": SHAPE, "qwen3": SHAPE | {"head_dim": 8}, "phi3": SHAPE, "phi": SHAPE, "olmo2": SHAPE,
+    "granite": SHAPE, "gemma": SHAPE | {"head_dim": 8}, "glm": SHAPE | {"head_dim": 8}, "gpt_neox": SHAPE,
+    "cohere": SHAPE, "mixtral": SHAPE | {"num_local_experts": 2}, "mistral": SHAPE | {"sliding_window": None},
+    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": OLD_SHAPE}
+PARTLY = {  # Layers that see a window only: the masks are transformers'.
+    "mistral": SHAPE | {"sliding_window": 4}, "gemma2": SHAPE | {"head_dim": 8, "sliding_window": 4},
+    "gemma3_text": SHAPE | {"head_dim": 8, "sliding_window": 4}}
+CASES = {f"{name}, {attention}": (name, shape, attention) for shapes, kinds in ((FULL, ("sdpa",)), (PARTLY, ("eager",)))
+         for name, shape in shapes.items() for attention in kinds} | {
+    "llama, eager": ("llama", SHAPE, "eager"), "llama, flex": ("llama", SHAPE, "flex_attention"),
+    "mistral with a window, sdpa": ("mistral", PARTLY["mistral"], "sdpa"),
+    "gemma3 with a window, sdpa": ("gemma3_text", PARTLY["gemma3_text"], "sdpa")}
+
+
+def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
+    found = transformers.AutoConfig.for_model(name, use_cache=False, **shape)
+    model = train.build_model(train.Model(attention=attention), found, 0, seed=3).eval()
+    with torch.no_grad():  # At their first values some families hardly look at other tokens.
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_documents_of_a_row_are_as_if_alone(case):
+    """Documents of 5, 1 and 6 tokens, then one of 7 and padding, against each document in a batch of its own by the
+    family's own eager attention. A model that lets them see each other would be off by 0.1 and more."""
+    name, shape, attention = CASES[case]
+    model, rng = build(name, shape, attention), np.random.default_rng(1)
+    assert (model.config._attn_implementation == train.CAUSAL) == (attention == "sdpa" and shape not in PARTLY.values())
+    documents = [rng.integers(3, 97, length) for length in (5, 1, 6, 7)]
+
+    def row(*members) -> np.ndarray:
+        ids, targets = np.concatenate(members), np.concatenate([[*ids[1:], -100] for ids in members])
+        return np.stack([ids, targets, np.concatenate([np.arange(len(ids)) for ids in members])])
+
+    def losses(rows: list[np.ndarray]) -> float:
+        with torch.no_grad():
+            return train.compute_loss(model, train.collate(rows, torch.device("cpu"))).item()
+
+    packed = losses([row(*documents[:3]), row(documents[3])])
+    model.set_attn_implementation("eager")
+    alone = sum(losses([row(ids)]) for ids in documents)
+    assert packed == pytest.approx(alone, rel=1e-5)
+    if attention == "sdpa" and shape not in PARTLY.values():
+        model.set_attn_implementation(train.CAUSAL)
+        assert losses([row(documents[3])]) == pytest.approx(losses([row(documents[3]), row(documents[0])])
+                                                            - losses([row(documents[0])]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name, shape", [
+    ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    ("gpt_oss", SHAPE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1})])
+def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name, shape):
+    """transformers makes the masks of these families without looking at the positions."""
+    config = tiny_config(tmp_path)
+    config["model"] = {"architecture": {"model_type": name, **shape, "vocab_size": 384}, "attention": "eager"}
+    config["run"]["max_steps"] = 5
+    assert run(tmp_path, config).losses
+    config["data"]["packing"] = "concat"
+    done = run(tmp_path, config, "--run.output_dir", tmp_path / "packed", expect=2)
+    assert "data.packing" in done.output and name in done.output and "use none" in done.output
+
+
+def test_flops_of_a_mixture():
+    """Each expert that a token takes is three matrices of 32 x 48 in both layers, forward and twice backward."""
+    flops = []
+    for experts in (1, 2):
+        shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": experts}
+        found = transformers.AutoConfig.for_model("mixtral", use_cache=False, sliding_window=None, **shape)
+        flops.append(train.flops_per_token(found, None, 16))
+    assert flops[1] - flops[0] == 6 * 3 * 32 * 48 * 2
+
+
+class HostReads(TorchDispatchMode):
+    """Counts where Python asks for a tensor's value: on a GPU each would wait for all work queued so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default,
+                               torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_no_host_reads_between_log_lines(tmp_path, packing):
+    """Ten more steps of two micro-steps, with clipping and guard, read as often as ten fewer if they log as often."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"log_every": 100, "save_every": 0}
+    config["batch"]["max_micro_batch_size"] = 5
+    config["data"] |= {"packing": packing, "eval_source": None}
+    counts = []
+    for steps in (5, 15):
+        with HostReads() as reads:
+            run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
+        counts.append(reads.count)
+    # The one of each step is Stop's: of a tensor on the host, which no device has to be waited for.
+    assert counts[1] - counts[0] == 10 and counts[0] > 5
+
+
+def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
+    """from_pretrained() returns a model that evaluates: without train() nothing would be dropped, nor recomputed."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 1
+    config["optim"]["warmup_steps"] = 0
+    folder = tiny_model(tmp_path / "start", learned_positions=True)
+    losses = []
+    for share in (0.0, 0.5):
+        found = transformers.AutoConfig.from_pretrained(folder)
+        found.resid_pdrop = share
+        found.save_pretrained(folder)
+        done = run(tmp_path, config, "--run.output_dir", tmp_path / f"{share}")
+        assert ("Dropout is on" in done.output) == bool(share)
+        losses += done.losses
+    assert abs(losses[1] - losses[0]) > 1e-3
