@@ -52,7 +52,6 @@ from tqdm.auto import tqdm
 
 accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
-
 CAUSAL = "sdpa_causal"  # transformers' sdpa without its masks, see build_model().
 
 # 1. Config ------------------------------------------------------------------------------------------------------------
@@ -823,7 +822,7 @@ def train(argv: list[str]) -> int | None:
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
     if rank == 0 and config.data.packing != "none" and bare.config._attn_implementation in ("sdpa", "eager"):
-        check_packing(bare)  # Not by CAUSAL, nor in flash and flex attention, which a CPU cannot try.
+        check_packing(bare)  # The masks of CAUSAL are ours; flash and flex attention need a GPU to be tried.
     model, optimizer = accelerator.prepare(bare.train(), build_optimizer(bare, config.optim))
     parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.

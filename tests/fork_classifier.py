@@ -15,7 +15,8 @@ CHANGED = {
     "vocab_size, pool = bare.get_input_embeddings().num_embeddings, ": "pool = ",
     "vocab_size=vocab_size, ": "",
     "rank: int, vocab_size: int, device": "rank: int, device",
-    "row, size = np.outer([0, 0, 1], np.arange(length))": "row, size = np.zeros(65, int)",
+    'np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))':
+        "np.zeros(65, int)",
     "The loss is on: {tokenizer.decode(targets[targets >= 0])!r}": "A row is of class {targets.item()}",
 }
 DELETED = (
@@ -74,11 +75,10 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
 @torch.no_grad()
 def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
     """The mean loss over the evaluation images and the share whose class is found, each of them on one rank."""
-    rows, size = np.arange(min(len(data), max_rows or len(data))), plan.micro_batch_size
-    own = rows[accelerator.process_index :: plan.data_parallel_size]
-    # Every rank makes as many passes as the others, the last one maybe without rows, so that collectives match.
-    starts, sums = range(0, -(-len(rows) // plan.data_parallel_size), size), 0
-    for batch in (collate([data.read(row) for row in own[at : at + size]], accelerator.device) for at in starts):
+    rows, sums = np.arange(min(len(data), max_rows or len(data))), 0
+    plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
+    own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in plan.split(rows))
+    for batch in (collate(batch, accelerator.device) for batch in own):
         right = model(batch["images"]).logits.argmax(1) == batch["targets"].flatten()
         sums += torch.stack([compute_loss(model, batch), right.sum()]).double()
     loss, accuracy = (accelerator.reduce(sums, "sum") / len(rows)).tolist()

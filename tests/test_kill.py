@@ -338,6 +338,7 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     done = Done(0, "", tmp_path / "run")
     ranks = start_ranks(tmp_path, slow, "--run.eval_every", 2, "--eval.prompts", json.dumps(["a"] * 500))
     wait_for_step(ranks, done, 1)
+    time.sleep(1)  # Into the second step, whose samples take long: between steps a first signal stops at once.
     for seconds in (1.5, 0.7):  # After the first signal, and after one that repeats it.
         send([psutil.Process(rank.pid) for rank in ranks], signal.SIGTERM)
         time.sleep(seconds)
