@@ -8,13 +8,12 @@ Everything is a function of the step: the rows, the learning rate and the random
 config and N alone, never from the number of processes or from what happened before. So a checkpoint is weights,
 optimizer state and a small manifest; no state of a scheduler, sampler or data loader is there to save, lose or skew.
 
-1 Config - 2 Batch plan - 3 Data - 4 Model - 5 Optimizer - 6 Throughput - 7 Checkpoints - 8 Evaluation - 9 train(), the
-table of contents and the loop: start there.
+1 Config, 2 Batch plan, 3 Data, 4 Model, 5 Optimizer, 6 Throughput, 7 Checkpoints, 8 Evaluation, 9 train(): start there.
 """
-import argparse, copy, ctypes, difflib, fnmatch, gc, glob, json, math, os, re, resource, shutil, signal
-import sys, sysconfig, time, warnings, zlib
+import argparse, copy, ctypes, difflib, fnmatch, gc, glob, itertools, json, math, os, re, resource, shutil
+import signal, sys, sysconfig, time, warnings, zlib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -47,10 +46,10 @@ from omegaconf import OmegaConf, errors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
-accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 CAUSAL = "sdpa_causal"  # transformers' sdpa without its masks, see build_model().
 
@@ -86,15 +85,13 @@ class Run(Section):
     resume: str = doc("auto", "auto: from the newest complete checkpoint; never: refuse to; or a checkpoint's folder.")
     init_from: str | None = doc(None, "Checkpoint folder whose weights start this run at step 0.")
     allow_changes: bool = doc(False, "Continue although the config changes the mathematics of the started run.")
-    on_nonfinite: Literal["stop", "skip"] = doc("stop", "Loss or gradient norm not finite: end, or skip that update.")
-    max_nonfinite_steps: int = doc(10, "With on_nonfinite skip: end after this many skipped updates in a row.", gt=0)
+    max_skipped_steps: int = doc(0, "Updates in a row that may be skipped for a number not finite.", ge=0)
     trackers: Texts = doc(["tensorboard"], "Accelerate trackers that get every metric: tensorboard, wandb, ...")
 
 class Batch(Section):
     global_batch_size: int | None = doc(None, "Rows per step over all devices (this or global_batch_tokens).", gt=0)
     global_batch_tokens: int | None = doc(None, "Tokens per step, a multiple of data.sequence_length.", gt=0)
-    max_micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = doc(
-        8, "Most rows that fit on one device at once; auto: found by trying at the start. It never changes the result.")
+    max_micro_batch_size: Annotated[int, Field(gt=0)] | Literal["auto"] = doc(8, "Most rows in a pass; auto: by trial.")
     sync_each_micro_step: bool = doc(False, "Average gradients each micro-step: less memory with FSDP2, more traffic.")
 
 class Source(Section):
@@ -125,10 +122,10 @@ class Model(Section):
 
 class Optim(Section):
     learning_rate: float = doc(3e-4, "Peak learning rate of AdamW.", gt=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = doc("cosine", "wsd: warmup, stable, decay.")
+    schedule: Literal["constant", "linear", "cosine"] = doc("cosine", "Shape of the decay after the warmup.")
     warmup_steps: int = doc(0, "Steps of linear warmup, the first at learning_rate / warmup_steps.", ge=0)
     min_learning_rate_ratio: float = doc(0.1, "Last learning rate as a share of the peak.", ge=0, le=1)
-    decay_fraction: float = doc(0.2, "Share of the run in which wsd decays, linearly.", gt=0, le=1)
+    decay_fraction: float = doc(1.0, "Share of the run, its last, for the decay; below 1: WSD.", gt=0, le=1)
     weight_decay: float = doc(0.1, "Decoupled weight decay of matrices; norms and biases are excluded.", ge=0)
     adam_beta1: float = doc(0.9, "Decay rate of the first moment.", ge=0, lt=1)
     adam_beta2: float = doc(0.95, "Decay rate of the second moment.", ge=0, lt=1)
@@ -143,6 +140,7 @@ class Eval(Section):
 
 class Perf(Section):
     peak_tflops: float | None = doc(None, "Peak TFLOP/s of a device, for MFU; null: from the table, or none.", gt=0)
+    profile_steps: list[int] | None = doc(None, "[a, b]: profile steps a to b.", min_length=2, max_length=2)
 
 class Config(Section):
     run: Run = Run()
@@ -175,7 +173,6 @@ class Config(Section):
 HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(?!pre|arch|dtype|lora)).*")
 
 def config_fields() -> dict[str, Any]:
-    """Every setting by its dotted path."""
     return {f"{section}.{name}": field for section, holder in Config.model_fields.items()
             for name, field in holder.annotation.model_fields.items()}
 
@@ -217,12 +214,8 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
         return Config.model_validate(OmegaConf.to_container(settings)), args.plan
     except ValidationError as error:
         raise UserError(f"{args.config}: {describe(error)}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)  # Counts from 0.
-        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-        raise UserError(f"{place}: {getattr(error, 'problem', None) or error}") from None
-    except (OSError, ValueError, argparse.ArgumentError, errors.OmegaConfBaseException) as error:
-        raise UserError(f"{where}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError, errors.OmegaConfBaseException) as error:
+        raise UserError(f"{where}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}") from None
 
 # 2. Batch plan --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -240,8 +233,7 @@ class Plan:
         rows_per_rank = self.global_batch_size / self.data_parallel_size
         return 1 - rows_per_rank / math.ceil(rows_per_rank)
     def split(self, rows: np.ndarray) -> list[list[np.ndarray]]:
-        """A step's rows, sorted by length, as [micro_step][rank]. Sizes differ by at most one; odd micro-steps deal in
-        reverse, so that all ranks get a like share of long rows."""
+        """Rows sorted by length as [micro_step][rank], sizes within one; odd micro-steps deal in reverse."""
         ranks, pieces = self.data_parallel_size, np.array_split(rows, self.data_parallel_size * self.grad_accum_steps)
         return [pieces[at : at + ranks][:: -1 if at // ranks % 2 else 1] for at in range(0, len(pieces), ranks)]
     def even_neighbours(self) -> str:
@@ -255,8 +247,7 @@ class Plan:
 def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes: int, sequence_length: int,
                group: int = 1) -> Plan:
     """As few passes as memory allows, then as even as possible. `group` ranks share their rows (model parallelism)."""
-    require(not num_processes % group,
-            f"{num_processes} processes do not form groups of {group}; launch a multiple of {group}")
+    require(not num_processes % group, f"{num_processes} processes form no groups of {group}; a multiple of {group} do")
     rows = -(-global_batch_size // (num_processes // group))
     steps = -(-rows // max_micro_batch_size)
     return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps,
@@ -296,7 +287,6 @@ def list_files(patterns: list[str]) -> list[str]:
     return found
 
 def load_source(source: Source) -> datasets.Dataset:
-    """The documents of one source, memory-mapped."""
     files, path = list_files(source.files), source.path
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
     kinds = {builders.get(Path(file).suffix, "text"): Path(file).suffix for file in files}
@@ -309,8 +299,7 @@ def load_source(source: Source) -> datasets.Dataset:
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, source.name, split=source.split)
 
-# Of each data.format: the column, the pattern of its Arrow type, and that in words.
-FORMATS = {"text": ("text", "(large_)?string", "text"),
+FORMATS = {"text": ("text", "(large_)?string", "text"),  # The column, its Arrow type's pattern, and that in words.
            "chat": ("messages", r"(large_)?list<(?=.*\brole: ).*\bcontent: ", "lists of role and content"),
            "tokens": ("input_ids", r"(large_)?list<\w+: u?int", "lists of integers (token ids)")}
 
@@ -349,9 +338,8 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
             num_proc=min(len(os.sched_getaffinity(0)), len(documents) // 64) or None)
 
 class Dataset:
-    """Rows of tokens, and the endless stream of shuffled epochs over them. Documents are tokenized once, into memory-
-    mapped Arrow files. Row r is pieces first[r] to first[r + 1] - 1 of the stream of their tokens, piece p its tokens
-    edges[p] to edges[p + 1] - 1, whatever the number of tokenizing workers."""
+    """Rows of tokens, and the endless stream of shuffled epochs over them. Row r is pieces first[r] to first[r + 1] - 1
+    of the stream of all documents' tokens (memory-mapped files), piece p its tokens edges[p] to edges[p + 1] - 1."""
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
         columns = {name: documents.data.column(name) for name in documents.column_names}
         lengths = {name: pc.list_value_length(column).to_numpy() for name, column in columns.items()}
@@ -375,8 +363,9 @@ class Dataset:
         return len(self.lengths)
     def rows_at(self, start: int, count: int) -> np.ndarray:
         """Row numbers at positions start to start + count - 1 of the shuffled stream."""
-        epochs, offsets = np.divmod(np.arange(start, start + count), len(self))
-        return np.concatenate([self.permutation(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+        epoch, offset = divmod(start, len(self))
+        rows = self.permutation(epoch)[offset : offset + count]
+        return rows if len(rows) == count else np.append(rows, self.rows_at(start + len(rows), count - len(rows)))
     def read(self, row: int) -> np.ndarray:
         """int64 [3, tokens]: input_ids; targets, the token that follows each, or -100 for none; position in a piece."""
         edges, length = self.edges[self.first[row] : self.first[row + 1] + 1], self.lengths[row]
@@ -413,11 +402,12 @@ def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Ten
         batch[:, r, : row.shape[1]] = row
     packed = any(row[2, -1] < row.shape[1] - 1 for row in rows)
     names = ["input_ids", "targets"] + ["position_ids"] * packed
-    return {name: tensor.to(device) for name, tensor in zip(names, torch.from_numpy(batch))}
+    tensors = torch.from_numpy(batch)
+    tensors = tensors.pin_memory() if device.type == "cuda" else tensors  # Nobody waits for its copy.
+    return dict(zip(names, tensors.to(device, non_blocking=True)))
 
 def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, device) -> tuple[list, dict]:
-    """A step's rows, sorted by length and cut as the plan says: (this rank's micro-batches, what all ranks process).
-    Raises UserError for rows that cannot be trained on."""
+    """A step's micro-batches of this rank, and what all ranks process. Raises UserError for rows that are of no use."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
     require(targets.any(), f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
@@ -530,22 +520,21 @@ def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
     """Learning rate of a step, 1 to max_steps. A function: a scheduler's state is there to be lost or skewed."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    decay = max(1, round(max_steps * config.decay_fraction)) if config.schedule == "wsd" else max_steps
-    span = min(decay, max_steps - config.warmup_steps)
+    span = min(max(1, round(max_steps * config.decay_fraction)), max_steps - config.warmup_steps)
     done = max(0, step - (max_steps - span)) / max(1, span)  # Share of the decay: 0 on the plateau, 1 at the last step.
     shape = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done))}.get(config.schedule, 1 - done)
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * shape)
 
 class Guard:
     """Keeps non-finite numbers out of the weights without a host read per step: a fused optimizer's step does nothing
-    where `found_inf` is set on the device. After `limit` such steps in a row it stays set."""
-    def __init__(self, limit: int, device: torch.device):
-        self.limit, self.state = limit, torch.zeros(3, device=device)  # First step of the row; steps in all, in a row.
+    where `found_inf` is set on the device. After more than `limit` such steps in a row it stays set."""
+    def __init__(self, limit: int, step: int, device: torch.device):
+        self.limit, (self.last_good, self.skipped) = limit, torch.tensor([step, 0.0], device=device)
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        first, count, row = self.state
-        optimizer.found_inf = bad = (~torch.isfinite(loss + grad_norm) | (row >= self.limit)).float()
-        first = torch.where((row == 0) & (bad > 0), float(step), first)
-        self.state = torch.stack([first, count + bad, (row + 1) * bad])
+        good = torch.isfinite(loss + grad_norm) & (self.last_good >= step - self.limit - 1)
+        self.last_good = torch.where(good, step, self.last_good)
+        optimizer.found_inf = bad = 1.0 - good.float()
+        self.skipped += bad
 
 # 6. Throughput --------------------------------------------------------------------------------------------------------
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
@@ -562,27 +551,35 @@ def peak_flops(device: torch.device, precision: str, config: Perf) -> float | No
     return (peak := config.peak_tflops or peaks.get(precision.replace("fp16", "bf16"))) and peak * 1e12
 
 class Meter:
-    """Books every second, by the host's clock, to exactly one phase, and counts what was processed. Rates are over a
-    window between log lines, where a device value was read on the host: all work queued on a GPU is inside. The first
-    step of a launch (memory pools, caches) is booked as warmup."""
+    """Books every second, by the host's clock, to exactly one phase; a launch's first step (memory pools, caches) to
+    warmup. Rates are over a window between log lines, where a device value is read: what a GPU has queued is inside."""
     def __init__(self, clock=time.perf_counter, started: float | None = None):
         self.clock, self.phase, self.since = clock, "startup", clock() if started is None else started
+        self.event, self.events = None, []  # On a GPU event() records one, where a phase ends and another begins.
         self.seconds, self.counts, self.window, self.warm = Counter(), Counter(), (Counter(), Counter()), False
     def enter(self, phase: str) -> None:
         """Book the time since the last call to the phase that ends here."""
         now, cold = self.clock(), not self.warm and self.phase in TRAINING
         self.seconds["warmup" if cold else self.phase] += now - self.since
         self.phase, self.since = phase, now
+        if self.event and self.warm:
+            self.events.append((phase, self.event()))
     def count(self, step: dict[str, int]) -> None:
         self.enter(self.phase)
-        if self.warm:
-            self.counts.update(step)
+        self.counts.update(step if self.warm else {})
         self.warm = True
     def rates(self, num_processes: int, flops: float, peak: float | None) -> dict[str, float | None]:
         """The perf/ metrics since the last call, None where no whole step lies in between."""
         self.enter(self.phase)
-        seconds, count = self.seconds - self.window[0], self.counts - self.window[1]
-        self.window, busy = (self.seconds.copy(), self.counts.copy()), sum(seconds[phase] for phase in TRAINING)
+        seconds, count, device = self.seconds - self.window[0], self.counts - self.window[1], Counter()
+        busy = sum(seconds[phase] for phase in TRAINING)
+        for (phase, start), (_, end) in itertools.pairwise(self.events):
+            end.synchronize()
+            device[phase] += start.elapsed_time(end) * (phase in TRAINING)
+        for phase in TRAINING if device.total() else ():  # The host only queues work on a GPU: its clock knows the sum.
+            seconds[phase] = busy * device[phase] / device.total()
+            self.seconds[phase] = self.window[0][phase] + seconds[phase]
+        self.window, self.events = (self.seconds.copy(), self.counts.copy()), self.events[-1:]
         ratios = {
             "tokens_per_second": (count["tokens"], busy),
             "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
@@ -599,6 +596,17 @@ class Meter:
             "summary/wall_seconds": total, "summary/tokens_per_second": self.counts["tokens"] / busy if busy else None,
             "summary/goodput_tokens_per_second": self.counts["tokens"] / total}
 
+def profile(profiler: torch.profiler.profile, steps: list[int], step: int, folder: Path, gpu: bool) -> None:
+    """Call after each step: profiles steps[0] to steps[1] (unless a launch begins in between), and a GPU's memory."""
+    if step == steps[0] - 1:
+        gpu and torch.cuda.memory._record_memory_history()
+        profiler.start()
+    elif step == steps[1] and profiler.profiler:
+        profiler.stop()
+        profiler.export_chrome_trace(str(folder / "profile.json.gz"))
+        gpu and torch.cuda.memory._dump_snapshot(folder / "memory.pickle")
+        say(f"Open {folder}/profile.json.gz in ui.perfetto.dev, memory.pickle in docs.pytorch.org/memory_viz")
+
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
 # A checkpoint is torch.distributed.checkpoint in safetensors files and a manifest: every rank writes what it holds, any
 # number of ranks under any strategy reads what it needs. It is complete or absent: written elsewhere, then renamed.
@@ -608,10 +616,6 @@ def replace_file(path: Path, text: str) -> None:
     draft.write_text(text)
     os.replace(draft, path)
 
-def lock_folder(folder: Path) -> Any:
-    with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
-        return FileLock(folder / ".lock", timeout=45).acquire()  # Ranks of a killed launcher may still be saving.
-
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """The very tensors that are trained, by the bare model's names. What is no tensor (betas, ...) is the config's."""
     options = dcp_state.StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
@@ -620,12 +624,13 @@ def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer
     tensors = {f"optimizer.{name}": value for name, value in moments.items() if isinstance(value, torch.Tensor)}
     return tensors | {f"model.{name}": value for name, value in weights.items() if name not in tied}
 
-def save_checkpoint(folder: Path, keep: int, model, optimizer, manifest: dict, accelerator: Accelerator) -> None:
+def save_checkpoint(folder: Path, keep: int, state: dict, manifest: dict, group: dist.ProcessGroup | None) -> None:
+    """Training goes on meanwhile: the state is a copy, and the ranks agree in a group of their own."""
     final = folder / f"step-{manifest['step']:08d}"
     draft = folder / f".{final.name}.tmp"
     writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-    dcp.save(trained_state(model, [optimizer]), storage_writer=writer)
-    if accelerator.is_main_process:
+    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    if not group or dist.get_rank() == 0:
         files = {path.name: [path.stat().st_size, zlib.crc32(np.memmap(path))] for path in sorted(draft.iterdir())}
         replace_file(draft / "manifest.json", json.dumps(manifest | {"files": files}, indent=2))
         shutil.rmtree(final, ignore_errors=True)  # A damaged one of the same step, which resume passed over.
@@ -656,8 +661,7 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
         ours, theirs = (pd.json_normalize(c).to_dict("records")[0] for c in (config.model_dump(), manifest["config"]))
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
-        require(config.run.allow_changes or not changed, "\n".join([
-            f"the config differs from that of {checkpoint}:", *changed,
+        require(config.run.allow_changes or not changed, "\n".join([f"{checkpoint} is of another config:", *changed,
             "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"]))
         return checkpoint, manifest
     if damage:
@@ -694,11 +698,10 @@ class Stop:
             signal.alarm(20)  # Enough to save while all ranks live; where one does not, the others wait in vain.
         self.requested, self.since = signal.Signals(number).name, self.since or time.monotonic()
     def agreed(self) -> bool:
-        """Whether to stop now, the same answer on every rank; call it once per step. The ranks' wishes meet in an
-        all-reduce of a host tensor over gloo: no device waits for it, while the host is steps ahead of its device."""
-        wish = torch.tensor(float(bool(self.requested)))
-        if self.group:
-            dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
+        """Whether to stop now, the same answer on every rank; call it once per step. No device waits for gloo."""
+        if not self.group:
+            return bool(self.requested)
+        dist.all_reduce(wish := torch.tensor(float(bool(self.requested))), dist.ReduceOp.MAX, group=self.group)
         return bool(wish)
 
 # 8. Evaluation --------------------------------------------------------------------------------------------------------
@@ -731,18 +734,14 @@ def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, 
     return samples
 
 def draw_curves(folder: Path) -> None:
-    """curves.png from metrics.jsonl: loss against tokens, throughput, and where the time went."""
-    lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(15, 4.5), layout="constrained")
-    loss, speed, clock = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
+    """curves.png from metrics.jsonl: loss and throughput against tokens."""
+    lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(12, 4.5), layout="constrained")
+    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
     for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
-        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
-        axes.plot(points["train/tokens"] / 1e6, points[key], style, label=key)
-        axes.set_xlabel("tokens (millions)")
+        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float) / (1e6, 1)
+        points.plot("train/tokens", key, ax=axes, style=style, xlabel="tokens (millions)")
     loss.set(title="Loss", ylabel="nats per token")
-    loss.legend()
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
-    phases = lines.filter(regex="^summary/(?!wall).*_seconds$").iloc[-1].rename(lambda name: name[8:-8]).sort_values()
-    phases.plot.barh(ax=clock, title="Where the time went", xlabel="seconds")
     figure.savefig(folder / "curves.png", dpi=110)
 
 # 9. train() and the loop ----------------------------------------------------------------------------------------------
@@ -763,8 +762,7 @@ def start_accelerator(config: Config) -> Accelerator:
     with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
                                   gradient_accumulation_plugin=accumulation, kwargs_handlers=[spread])
-        apart = f"{launched} processes that do not see each other; use a file of accelerate_configs/"
-        require(launched == accelerator.num_processes, apart)
+        require(launched == accelerator.num_processes, "they do not see each other; use a file of accelerate_configs/")
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
@@ -777,24 +775,17 @@ def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator
     """The largest size, in steps of a tenth, for which every rank has memory for two passes over such rows beside the
     optimizer's state. Raises UserError if there is none. (FSDP's ranks wait for each other: they must be alike.)"""
     trained_state(bare, [optimizer])  # Makes the optimizer's state.
-    while size:
-        fits = torch.ones((), device=accelerator.device)
-        try:
-            with accelerator.no_sync(bare):
-                for _ in range(2):  # The second pass has the first one's gradients beside it.
-                    accelerator.backward(compute_loss(bare, collate([row] * size, accelerator.device)) * 0)
-        except RuntimeError as error:
-            if not memory.should_reduce_batch_size(error):
-                raise
-            fits.zero_()
-        bare.zero_grad()
-        memory.clear_device_cache(garbage_collection=True)
-        if accelerator.reduce(fits, "sum") == accelerator.num_processes:
-            optimizer.state.clear()
-            return size
-        size = size * 9 // 10
-    raise UserError("batch.max_micro_batch_size: no memory for even one row; make data.sequence_length or the model "
-                    "smaller, or shard the model by accelerate_configs/fsdp2.yaml")
+    @memory.find_executable_batch_size(starting_batch_size=size)
+    def largest(size: int) -> int:
+        with accelerator.no_sync(bare):
+            for _ in range(2):  # The second pass has the first one's gradients beside it.
+                accelerator.backward(compute_loss(bare, collate([row] * size, accelerator.device)) * 0)
+        return size
+    with explained("no pass succeeds; if there is no memory for even one row, lower data.sequence_length, or shard"):
+        found = torch.tensor([largest()], device=accelerator.device)
+    bare.zero_grad()
+    optimizer.state.clear()
+    return int(accelerator.gather(found).min())
 
 def train(argv: list[str]) -> int | None:
     """All of a run, in order."""
@@ -809,7 +800,10 @@ def train(argv: list[str]) -> int | None:
     meter = Meter(started=STARTED)
     folder, accelerator = Path(run.output_dir), start_accelerator(config)
     device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    _lock = lock_folder(folder) if rank == 0 else None
+    if gpu := device.type == "cuda":
+        meter.event = lambda: torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+    with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
+        _lock = rank == 0 and FileLock(folder / ".lock", timeout=45).acquire()  # A killed one's ranks may be saving.
     [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if rank == 0 else None])
     require((folder / ".lock").exists(), f"run.output_dir {folder} is another folder on this machine; share one")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
@@ -832,8 +826,8 @@ def train(argv: list[str]) -> int | None:
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
-    require(steps_per_epoch >= 1, f"data: {len(train_data)} rows of {length} tokens, fewer than the global batch of "
-            f"{plan.global_batch_size}; give more data, a smaller batch or a smaller data.sequence_length")
+    require(steps_per_epoch >= 1, f"data: {len(train_data)} rows, and a global batch is {plan.global_batch_size}; "
+            "give more data, a smaller batch or a smaller data.sequence_length")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
     require(config.optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds run.max_steps, {max_steps:,} steps")
@@ -848,7 +842,7 @@ def train(argv: list[str]) -> int | None:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
         require(run.allow_changes or manifest["data_fingerprint"] == record["data_fingerprint"],
-                f"the data is not what {checkpoint} was trained on (files, tokenizer or numpy changed); choose a new "
+                f"the data is not what {checkpoint} was trained on (files, tokenizer, numpy); choose a new "
                 "run.output_dir, or continue all the same: --run.allow_changes true")
         status = folder / "status.json"
         if seen["step"] >= max_steps and status.exists() and json.loads(status.read_text())["status"] == "finished":
@@ -858,8 +852,10 @@ def train(argv: list[str]) -> int | None:
     elif run.init_from:
         verify_checkpoint(Path(run.init_from))
         load_checkpoint(Path(run.init_from), model, [])
-    step, guard = seen["step"], Guard(1 if run.on_nonfinite == "stop" else run.max_nonfinite_steps, device)
-    stop = Stop(dist.new_group(backend="gloo") if ranks > 1 else None)
+    guard = Guard(run.max_skipped_steps, step := seen["step"], device)
+    groups = [dist.new_group(backend="gloo") if ranks > 1 else None for _ in ("stop", "save")]
+    stop, saving, pool = Stop(groups[0]), None, ThreadPoolExecutor(1)
+    stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # Copies to the host, pinned and at once from a GPU.
     def write(values: dict[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         if rank == 0:
@@ -867,22 +863,24 @@ def train(argv: list[str]) -> int | None:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         accelerator.log({name: value for name, value in values.items() if value is not None}, step=step)
     def skipped_steps() -> int:
-        first, count, row = map(int, guard.state.tolist())
-        if row >= guard.limit:
+        first, count = int(guard.last_good) + 1, int(guard.skipped)
+        if first + guard.limit <= step:
+            saving and saving.result()
             rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
             good = max((folder / "checkpoints").glob("step-*"), default="none")
             raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
                                   f"{count} in all. Rows: {rows}. Last good checkpoint: {good}")
         return count
-    def save() -> None:
+    def save() -> Future:
         skipped_steps()  # Nothing poisoned is saved.
         meter.enter("checkpoint")
-        manifest, checkpoints = {**record, **seen}, folder / "checkpoints"
-        save_checkpoint(checkpoints, run.keep_checkpoints, model, optimizer.optimizer, manifest, accelerator)
-    vocab_size, pool = bare.get_input_embeddings().num_embeddings, ThreadPoolExecutor(1)
-    prepare = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
-    upcoming = pool.submit(prepare, step + 1)
-    targets = upcoming.result()[0][-1]["targets"][-1][:120]
+        saving and saving.result()  # One at a time; raises what went wrong with it.
+        state, manifest = stager.stage(trained_state(model, [optimizer.optimizer])), {**record, **seen}
+        return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
+    vocab_size = bare.get_input_embeddings().num_embeddings
+    load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
+    upcoming = load(step + 1)
+    targets = upcoming[0][-1]["targets"][-1][:120]
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -895,16 +893,17 @@ def train(argv: list[str]) -> int | None:
     accelerator.init_trackers("tensorboard", {k: str(v[0]) for k, v in pd.json_normalize(record["config"]).items()})
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
     say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
-        f"{steps_per_epoch:,.1f} steps per epoch, {max_steps:,} in all\nModel: {bare.num_parameters():,} parameters, "
-        f"{flops / 1e6:,.1f} MFLOPs per token\nThe loss is on: {tokenizer.decode(targets[targets >= 0])!r}")
+        f"{steps_per_epoch:,.1f} steps per epoch\nModel: {bare.num_parameters():,} parameters, {flops / 1e6:,.1f} "
+        f"MFLOPs per token\nThe loss is on: {tokenizer.decode(targets[targets >= 0])!r}")
     if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
     bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
     reseed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed  # Faster.
+    profiler, profiled = torch.profiler.profile(), rank == 0 and config.perf.profile_steps or [0, 0]
+    profile(profiler, profiled, step, folder, gpu)
     meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
-        step, (micro_batches, counts) = step + 1, upcoming.result()
-        upcoming = pool.submit(prepare, step + 1)
+        step, (micro_batches, counts) = step + 1, upcoming
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
         reseed(int(np.random.SeedSequence([run.seed, step, rank]).generate_state(1)[0]))
@@ -933,12 +932,14 @@ def train(argv: list[str]) -> int | None:
         meter.count(counts)
         seen.update(counts)
         line, last = {}, step == max_steps
+        meter.enter("data")
+        upcoming = last or load(step + 1)  # While a GPU has yet to do most of what is asked of it above.
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
             meter.enter("logging")
             line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch, "train/rows":
                      seen["rows"], "train/target_tokens": seen["target_tokens"], **meter.rates(ranks, flops, peak)}
-            line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else
+            line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if gpu else
                                             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
@@ -951,22 +952,23 @@ def train(argv: list[str]) -> int | None:
             meter.enter("logging")
             write({"train/tokens": seen["tokens"]} | line)
             shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
-            minutes = (line.get("perf/step_seconds") or 0) * (max_steps - step) / 60
-            say(f"step {step:,}/{max_steps:,}  {shown}  {minutes:.1f} min left")
+            say(f"step {step:,}/{max_steps:,}  {shown}")
         if last or run.save_every and step % run.save_every == 0:
-            save()
+            saving = save()
+        meter.enter("logging")
+        profile(profiler, profiled, step, folder, gpu)
         meter.enter("data")
         bar.update()
     if stopped and step > (found[1]["step"] if found else 0):
-        save()
+        saving = save()
     meter.enter("checkpoint")
+    saving and saving.result()
     if not stopped:
         export_model(bare, accelerator, tokenizer, folder / "model")
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
-    if rank == 0 and not stopped:
-        draw_curves(folder)
     if rank == 0:
+        stopped or draw_curves(folder)
         replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
@@ -976,8 +978,7 @@ def train(argv: list[str]) -> int | None:
     return int(stopped and not stop.requested and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line, without the program's name. Returns the exit status: 0, or, after one message from one
-    process, 2 for the user's mistakes and 1 for what else ends a run; only a bug has a traceback."""
+    """Returns the exit status: 0; after one message 2 for a UserError, 1 for what else may happen; a bug is raised."""
     try:
         return train(sys.argv[1:] if argv is None else argv) or 0
     except BaseException as error:

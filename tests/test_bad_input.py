@@ -53,10 +53,10 @@ def folder(name):
 
 # The YAML file -------------------------------------------------------------------------------------------------------
 
-case("malformed yaml", {}, "TMP/config.yaml, line 3, column 6", "expected ',' or ']'",
+case("malformed yaml", {}, 'TMP/config.yaml", line 3, column 6', "expected ',' or ']'",
      text="run:\n  trackers: [a, b\nbatch:\n  x: 1\n")
-case("tab in yaml", {}, "TMP/config.yaml, line 2, column 1", "token", text="run:\n\tmax_steps: 3\n")
-case("duplicate key", {}, "TMP/config.yaml, line 4", "max_steps",
+case("tab in yaml", {}, 'TMP/config.yaml", line 2, column 1', "token", text="run:\n\tmax_steps: 3\n")
+case("duplicate key", {}, 'TMP/config.yaml", line 4', "max_steps",
      text="run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n")
 case("config is a list", {}, "TMP/config.yaml", "dictionary", "['run', 'batch']", text="- run\n- batch\n")
 case("config is a word", {}, "TMP/config.yaml", "run", "dictionary", text="run\n")
@@ -87,7 +87,7 @@ case("several wrong values", {"run.seed": -1, "optim.min_learning_rate_ratio": 1
      "optim.min_learning_rate_ratio", "less than or equal to 1")
 case("zero steps", {"run.max_steps": 0}, "run.max_steps", "greater than 0")
 case("sequence of one token", {"data.sequence_length": 1}, "data.sequence_length", "greater than or equal to 2")
-case("unknown choice", {"optim.schedule": "cosin"}, "optim.schedule", "'cosine'", "'wsd'", "'cosin'")
+case("unknown choice", {"optim.schedule": "cosin"}, "optim.schedule", "'cosine'", "'linear'", "'cosin'")
 case("scalar for a section", {"batch": 16}, "batch:", "dictionary")
 case("seed too large", {"run.seed": 2**70}, "run.seed", "less than")
 case("empty prompt", {"data.eval_fraction": 0.1, "eval.prompts": ["def ", ""]}, "eval.prompts", "empty")
@@ -328,7 +328,7 @@ case("plan without counts", {}, "--plan", argv=[*CONFIG, "--plan"])
 case("plan for no process", {}, "--plan", "at least 1", argv=[*CONFIG, "--plan", "2", "0"])
 case("plan for a word", {}, "many", argv=[*CONFIG, "--plan", "2", "many"])
 case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
-case("processes without groups", {}, "3 processes do not form groups of 2", "multiple of 2",
+case("processes without groups", {}, "3 processes form no groups of 2", "multiple of 2",
      argv=[*CONFIG, "--plan", "3"], env={"PARALLELISM_CONFIG_TP_SIZE": "2"})
 case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
 

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+import threading
 import time
 
 import helpers
@@ -169,8 +170,7 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
 @pytest.mark.parametrize("how", [in_the_loss, in_the_gradient])
 def test_not_finite_skip(whole, tmp_path, monkeypatch, how):
     poison(monkeypatch, {3, 5}, how)
-    skip = "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2
-    done = helpers.run(tmp_path, whole[0], *skip, "--run.save_every", 1)
+    done = helpers.run(tmp_path, whole[0], "--run.max_skipped_steps", 1, "--run.save_every", 1)
     assert done.logged("train/skipped_steps") == [0, 0, 1, 1, 2, 2]
     saved = [tensors(done.folder / "checkpoints" / name) for name in done.checkpoints]
     assert [same(a, b) for a, b in itertools.pairwise(saved)] == [False, True, False, True, False]
@@ -180,7 +180,7 @@ def test_not_finite_skip(whole, tmp_path, monkeypatch, how):
 
 def test_not_finite_gives_up(whole, tmp_path, monkeypatch):
     poison(monkeypatch, {2, 4, 5, 6}, in_the_loss)
-    done = helpers.run(tmp_path, whole[0], "--run.on_nonfinite", "skip", "--run.max_nonfinite_steps", 2, expect=1)
+    done = helpers.run(tmp_path, whole[0], "--run.max_skipped_steps", 1, expect=1)
     message, = re.findall("^error: .*", done.output, re.MULTILINE)
     assert "step 4" in message and "step-00000004" in message  # Not step 2, which was skipped and survived.
     assert [line["step"] for line in done.metrics if "train/loss" in line] == [1, 2, 3, 4]
@@ -279,6 +279,26 @@ def test_disk_full_while_saving(whole, copy, tmp_path):
     assert_disk_full(done, ["step-00000002", "step-00000004"])
     assert not (done.folder / "model").exists()
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
+    """Step 2 is saved no sooner than step 3 has begun; what is saved is the state after step 2 all the same."""
+    begun, rate, write = threading.Event(), train.learning_rate_at, train.dcp.save
+
+    def learning_rate_at(config, step, max_steps):
+        if step == 4:
+            begun.set()
+        return rate(config, step, max_steps)
+
+    monkeypatch.setattr(train, "learning_rate_at", learning_rate_at)
+    monkeypatch.setattr(train.dcp, "save", lambda *args, **options: begun.wait(30) and write(*args, **options))
+    done = helpers.run(tmp_path, whole[0], "--run.keep_checkpoints", 3)
+    assert begun.is_set() and done.checkpoints == ["step-00000002", "step-00000004", "step-00000006"]
+    for name in done.checkpoints[:-1]:
+        resumed = tmp_path / name
+        resumed.mkdir()
+        again = helpers.run(resumed, whole[0], "--run.resume", done.folder / "checkpoints" / name)
+        assert same(again.weights, whole[1].weights)
 
 
 def test_disk_full_while_exporting(whole, copy, tmp_path):

@@ -1,5 +1,11 @@
 """Time and throughput by a fake clock. Every duration is another power of two, so that a sum tells which are in it."""
 
+import gzip
+import json
+import time
+from collections import Counter
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -168,6 +174,77 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
         assert summary["tokens_per_second"] * busy == pytest.approx(2 * 240)
         parts = sum(value for key, value in summary.items() if key.endswith("_seconds")) - summary["wall_seconds"]
         assert parts == pytest.approx(summary["wall_seconds"])
+
+
+def test_sleeps_show_up_under_their_own_names(tmp_path, monkeypatch):
+    """Through main(), by the real clock: 6 steps, the first of a launch being warmup, 3 evaluations and 3 saves."""
+    def slower(name, seconds):
+        function = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *args, **options: time.sleep(seconds) or function(*args, **options))
+
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 6, "eval_every": 2, "save_every": 2, "log_every": 1}
+    slower("load_step", 0.2)
+    slower("evaluate", 0.5)
+    slower("trained_state", 0.3)  # What a save does before it goes on in the background.
+    done = run(tmp_path, config)
+    summary = {key[8:]: value for key, value in done.metrics[-1].items() if key.startswith("summary/")}
+    assert 1.5 <= summary["evaluation_seconds"] < 2.5 and 0.9 <= summary["checkpoint_seconds"] < 1.9
+    steps = [line for line in done.metrics if line.get("perf/step_seconds")]
+    assert len(steps) == 5
+    for line in steps:  # The sixth reads no further rows.
+        slept = 0.2 * (line["step"] < 6)
+        assert slept <= line["perf/data_seconds"] <= line["perf/step_seconds"] < slept + 0.25
+        assert line["perf/rows_per_second"] == pytest.approx(10 / line["perf/step_seconds"])
+
+
+def test_a_gpu_divides_the_training_time():
+    """A host that queues a step in no time and waits for 3 s where it reads a value; a device that spent half a second
+    on waiting for data, 2 on passes, half on the update, and a minute on an evaluation."""
+    class Event:
+        """One in a stream, which has its own clock."""
+        def __init__(self, now):
+            self.now, self.waited = now, False
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert end.waited  # Otherwise CUDA raises an error.
+            return (end.now - self.now) * 1000
+
+    clock, device = Clock(), SimpleNamespace(now=0.0)
+    clock.meter.event = lambda: Event(device.now)
+
+    def spend(phase, host, stream):
+        clock.spend(**{phase: host})
+        device.now += stream
+
+    clock.step()  # Warmup.
+    clock.rates()
+    for _ in range(2):
+        spend("data", 0, 0.5)
+        spend("micro_steps", 0, 2)
+        spend("optimizer", 3, 0.5)
+        clock.meter.count(STEP)
+        spend("evaluation", 60, 60)
+        rates = clock.rates()
+        assert rates["step_seconds"] == 3 and rates["data_seconds"] == pytest.approx(0.5)
+        assert rates["micro_step_tokens_per_second_per_device"] == pytest.approx(STEP["tokens"] / 2)
+    seconds = clock.seconds()
+    assert {phase: seconds[phase] for phase in TRAINING} == pytest.approx({"data": 1, "micro_steps": 4, "optimizer": 1})
+    assert seconds["evaluation"] == 120 and seconds["wall"] == clock.now
+
+
+def test_profile(tmp_path):
+    """Of the steps that are named and no others, with the work done in them."""
+    done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5, "--perf.profile_steps", "[2, 3]")
+    assert "profile.json.gz in ui.perfetto.dev" in done.output
+    with gzip.open(done.folder / "profile.json.gz") as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    assert names["Optimizer.step#AdamW.step"] == 2 and names["aten::linear"] > 2
+    again = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 8, "--perf.profile_steps", "[3, 7]")
+    assert "perfetto" not in again.output  # It began after step 5: half a profile would mislead.
 
 
 # Peak FLOP/s ---------------------------------------------------------------------------------------------------------

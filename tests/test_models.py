@@ -111,8 +111,7 @@ def test_no_host_reads_between_log_lines(tmp_path, packing):
         with HostReads() as reads:
             run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
         counts.append(reads.count)
-    # The one of each step is Stop's: of a tensor on the host, which no device has to be waited for.
-    assert counts[1] - counts[0] == 10 and counts[0] > 5
+    assert counts[1] == counts[0] > 5
 
 
 def test_pretrained_models_drop_out_from_the_first_step(tmp_path):

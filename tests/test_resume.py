@@ -146,7 +146,7 @@ def test_run_folder(whole):
         assert manifest["files"] == {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
     resolved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert resolved["optim"].items() >= config["optim"].items() and resolved["versions"] == manifest["versions"]
-    assert resolved["optim"]["decay_fraction"] == 0.2  # A default, too, is resolved.
+    assert resolved["optim"]["decay_fraction"] == 1.0  # A default, too, is resolved.
 
 
 def test_extended(again):

