@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
+accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 CAUSAL = "sdpa_causal"  # transformers' sdpa without its masks, see build_model().
 
@@ -410,7 +411,8 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
     """A step's micro-batches of this rank, and what all ranks process. Raises UserError for rows that are of no use."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
-    require(targets.any(), f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
+    if not targets.any():
+        raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     split = plan.split(np.argsort(lengths, kind="stable"))
     micro_batches = [[data.read(row) for row in rows[ranks[rank]]] for ranks in split]
     ids = np.concatenate([np.zeros((2, 1), int), *(row[:2] for batch in micro_batches for row in batch)], axis=1)
@@ -419,9 +421,8 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
             f"is 0 to {vocab_size - 1}; data.tokenizer must be the model's")
     # Every rank works out what the others process: no count ever needs communication.
     tokens = sum(max(1, len(piece)) * lengths[piece].max(initial=1) for ranks in split for piece in ranks)
-    counts = {"rows": len(rows), "tokens": tokens, "real_tokens": lengths.sum(), "target_tokens": targets.sum()}
-    counts = {"step": 1} | {name: int(count) for name, count in counts.items()}
-    return [collate(batch, device) for batch in micro_batches], counts
+    counts = dict(step=1, rows=len(rows), tokens=tokens, real_tokens=lengths.sum(), target_tokens=targets.sum())
+    return [collate(batch, device) for batch in micro_batches], {name: int(count) for name, count in counts.items()}
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
 def load_tokenizer(config: Data, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
@@ -788,7 +789,6 @@ def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator
     return int(accelerator.gather(found).min())
 
 def train(argv: list[str]) -> int | None:
-    """All of a run, in order."""
     if "--help" in argv:
         return print(help_text())
     config, process_counts = load_config(argv)
@@ -906,14 +906,14 @@ def train(argv: list[str]) -> int | None:
         step, (micro_batches, counts) = step + 1, upcoming
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
-        reseed(int(np.random.SeedSequence([run.seed, step, rank]).generate_state(1)[0]))
+        reseed(zlib.crc32(f"{run.seed} {step} {rank}".encode()))
         meter.enter("micro_steps")
-        loss = torch.zeros((), device=device)
+        loss = 0.0
         try:
             for batch in micro_batches:
                 with accelerator.accumulate(model):
                     micro_loss = compute_loss(model, batch)
-                    loss += micro_loss.detach()
+                    loss = loss + micro_loss.detach()
                     # Wanted is the gradient of the sum of micro_loss over all ranks and micro-steps, / target_tokens.
                     # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both multiply here.
                     accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / counts["target_tokens"]))
