@@ -739,7 +739,7 @@ def draw_curves(folder: Path) -> None:
     lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(12, 4.5), layout="constrained")
     loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
     for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
-        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float) / (1e6, 1)
+        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float) / [1e6, 1]
         points.plot("train/tokens", key, ax=axes, style=style, xlabel="tokens (millions)")
     loss.set(title="Loss", ylabel="nats per token")
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from helpers import ROOT, Done, difference, kill_tree, output_dir, run, tiny_config, write_config
@@ -71,7 +72,8 @@ def test_accelerate_understands(file):
     options = {action.dest for action in parser._actions}
     assert options >= config.fsdp_config.keys() | config.parallelism_config.keys()
     args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
-    assert args.mixed_precision == ("no" if file.stem == "cpu" else "bf16")
+    assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
+    assert (args.fp8_backend == "AO") == (file.stem == "fp8")
     assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp")) and int(args.fsdp_version) == (2 if args.use_fsdp else 1)
     assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node")) and args.use_cpu == (file.stem == "cpu")
     if file.stem == "hsdp":
@@ -178,3 +180,12 @@ def test_fsdp2_in_bf16_adds_up_gradients_in_float32(runs, config, tmp_path):
     for name, gradient in moments.items():
         gradient = gradient[gradient != 0]
         assert (gradient.bfloat16() != gradient).float().mean() > 0.1, f"{name} holds nothing but bf16 numbers"
+
+
+def test_float8(config, runs, tmp_path):
+    """With torchao's rounding, which a CPU emulates: near the run in float32, and not the same."""
+    pytest.importorskip("torchao")
+    done, one = launch(tmp_path, config, "fp8"), runs(None)
+    off = np.abs(np.array(done.losses) / one.losses - 1)
+    assert 1e-5 < off.max() < 0.02 and done.weights.keys() == one.weights.keys()
+    assert all(weight.dtype == torch.float32 for weight in done.weights.values())  # What is kept is not rounded.

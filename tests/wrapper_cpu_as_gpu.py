@@ -9,7 +9,7 @@ Accelerate finds out about the machine, and nothing of what it then does.
 import os
 import runpy
 import sys
-from functools import wraps
+from functools import partialmethod, wraps
 
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # Otherwise DDP would be told a GPU's number.
@@ -29,6 +29,11 @@ def without_cpu(init):
 
 
 accelerate.Accelerator.__init__ = without_cpu(accelerate.Accelerator.__init__)
+
+if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":  # A CPU multiplies what is rounded to float8 in float32.
+    from torchao.float8 import Float8LinearConfig
+
+    Float8LinearConfig.__init__ = partialmethod(Float8LinearConfig.__init__, emulate=True)
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -1,18 +1,19 @@
 """Is train.py right on this GPU, and how fast? Prints a table in Markdown.
 
-    python tests/benchmarks/gpu.py [--part check|speed|auto|overhead ...] [--minutes 8.5] [--folder FOLDER] [--tiny]
+    python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--folder FOLDER] [--tiny]
 
 check     losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
 speed     configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile and
           gradient checkpointing
 auto      the same with both, and the largest micro-batch that batch.max_micro_batch_size: auto finds
+float8    four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
 overhead  the compiled run's step time against that of a bare torch loop on the same model and tokens
 
 It runs the real command with the versions that are installed, without any network, and reads metrics.jsonl; timed runs
 are killed after the steps they are for, before they would save. What does not fit into the minutes is left out, and
-named. Exit status 1 if a check fails or, on a GPU whose peak is known, if MFU is below 50 % with compile or the
-overhead above 1 %; 2 if a library is missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows
-no speed.
+named. Exit status 1 if a check fails or, on a GPU whose peak is known, if MFU is below 50 % with compile, the overhead
+above 1 %, or float8 less than 1.25 times as fast; 2 if a library is missing. --tiny shrinks everything, so that it also
+runs on a CPU, where it shows no speed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-PARTS = "check", "speed", "auto", "overhead"
+PARTS = "check", "speed", "auto", "float8", "overhead"
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
 WORST = {"no": 1e-4, "bf16": 5e-3}  # Largest relative difference of a loss from the CPU's, by precision.
 
@@ -60,6 +61,8 @@ class Size:
 FULL = Size(4096, 16, 4, 64, 15, 49_152, {})
 TINY = Size(64, 8, 2, 16, 9, 384, {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                                    "num_attention_heads": 4, "num_key_value_heads": 2})
+WIDE = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8}
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
 SPEED = {"eager": (), "compile": COMPILE, "checkpointing": CHECKPOINTING,
          "compile, checkpointing": (*COMPILE, *CHECKPOINTING)}
@@ -80,7 +83,8 @@ class Bench:
 
         run = self.folder / name.replace(", ", "-").replace(" ", "-")
         command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
-                   "--dynamo_backend", "no", "--mixed_precision", precision, ROOT / "train.py", "--config", config,
+                   "--dynamo_backend", "no", "--mixed_precision", precision,
+                   *(("--fp8_backend", "ao") if precision == "fp8" else ()), ROOT / "train.py", "--config", config,
                    "--run.output_dir", run, "--run.trackers", "[]", *overrides]
         began, done = time.monotonic(), False
         if began > self.deadline:
@@ -176,11 +180,12 @@ class Bench:
         } | {f"model.architecture.{name}": value for name, value in size.architecture.items()}
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
-    def measure(self, name: str, rows: int, micro_batch: int | str, *settings) -> dict | None:
+    def measure(self, name: str, rows: int, micro_batch: int | str, *settings, precision: str = "bf16") -> dict | None:
         """What a variant reached, from its own metrics."""
         if name not in self.runs:
             config = ROOT / "configs" / "pretrain_1b.yaml"
-            lines = self.train(name, config, *self.overrides(rows, micro_batch), *settings, steps=self.size.steps)
+            lines = self.train(name, config, *self.overrides(rows, micro_batch), *settings, precision=precision,
+                               steps=self.size.steps)
             self.runs[name] = lines and summarize(lines)
         return self.runs[name]
 
@@ -190,6 +195,20 @@ class Bench:
 
     def auto(self) -> None:
         self.measure("compile, checkpointing, auto", self.size.most, "auto", *SPEED["compile, checkpointing"])
+
+    def float8(self) -> None:
+        import torch
+
+        if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
+            return self.left_out.append("float8, which needs torchao and a GPU")
+        wide = [word for name, value in WIDE.items() for word in (f"--model.architecture.{name}", value)]
+        runs = [self.measure(f"4 layers of 8B, compile, {precision}", self.size.rows, self.size.micro_batch, *COMPILE,
+                             *wide, precision=precision) for precision in ("bf16", "fp8")]
+        if all(runs):
+            ratio = runs[1]["rate"] / runs[0]["rate"]
+            print(f"\nfloat8 is {ratio:.2f} times as fast as bf16", flush=True)
+            if ratio < 1.25:
+                self.failed.append(f"float8 {ratio:.2f} times bf16, goal 1.25")
 
     def overhead(self) -> None:
         size, ours = self.size, self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
@@ -224,14 +243,14 @@ class Bench:
         seen = {name: run for name, run in self.runs.items() if run}
         if not seen:
             return
-        print(f"\n{self.size.length:,} tokens per row, bf16\n")
+        print(f"\n{self.size.length:,} tokens per row, bf16 where nothing else is said\n")
         print("| | rows at once x accumulated | tokens/s | MFU | peak memory, GiB | step, s: median (least to most) |")
         print("|---|---|---|---|---|---|")
         for name, run in seen.items():
             mfu = f"{run['mfu']:.1%}" if run["mfu"] else "unknown peak"
             print(f"| {name} | {run['plan/micro_batch_size']} x {run['plan/grad_accum_steps']} | {run['rate']:,.0f} | "
                   f"{mfu} | {run['memory']:.1f} | {run['seconds']:.4f} ({run['least']:.4f} to {run['most']:.4f}) |")
-        compiled = [run["mfu"] for name, run in seen.items() if "compile" in name and run["mfu"]]
+        compiled = [run["mfu"] for name, run in seen.items() if name.startswith("compile") and run["mfu"]]
         if compiled and max(compiled) < 0.5:
             self.failed.append(f"MFU {max(compiled):.1%}, goal 50 %")
 
@@ -317,7 +336,7 @@ def main() -> int:
             getattr(bench, part)()
         bench.table()
     for what in bench.left_out:
-        print(f"Left out, no time: {what}")
+        print(f"Left out: {what}")
     for what in bench.failed:
         print(f"FAILED: {what}")
     return int(bool(bench.failed))
