@@ -1,6 +1,8 @@
-"""What train.py takes for granted of the libraries it is pinned to. When an upgrade breaks one of these, read its message
-and the lines of train.py that it names before anything else: the run may be wrong without any error."""
+"""What train.py takes for granted of the libraries it is pinned to.
 
+When an upgrade breaks one of these, read its message and the lines of train.py that it names before anything else: the
+run may be wrong without any error.
+"""
 import subprocess
 import sys
 

@@ -1,12 +1,15 @@
 """What README.md and the heads of the configs name exists: settings, files, metrics, the options of commands."""
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import train
 from accelerate.commands.launch import launch_command_parser
-from helpers import ROOT
+from helpers import ROOT, run, tiny_config
 from torch.distributed.run import get_args_parser
 
 README = (ROOT / "README.md").read_text()
@@ -41,13 +44,51 @@ def test_commands_parse():
         train.load_config(["--config", str(ROOT / config), *settings])
 
 
-def test_metrics_exist():
-    """Those of the table are in the source of train.py, in full or by the part behind the slash."""
-    source = (ROOT / "train.py").read_text()
-    names = set(re.findall(r"`((?:train|perf|eval)/\w+)`", README))
-    assert len(names) > 15
-    for name in names:
-        assert name in source or re.sub(r"_\d$", "", name.split("/")[1]) in source, name
+def test_metrics_are_those_of_a_run(tmp_path):
+    """What the tables name is what a run with all features writes, no more and no less."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 2, "eval_every": 2}
+    config["optim"]["warmup_steps"] = 0
+    done = run(tmp_path, config, "--eval.prompts", "[a]", "--eval.max_new_tokens", 2)
+    written = {key for line in done.metrics for key in line if not key.startswith("summary/")}
+    named = set(re.findall(r"`((?:train|perf|eval)/\w+)`", README)) | {"step"}
+    named |= {f"plan/{name}" for name in re.findall(r"`(\w+)`", re.search(r"^\| `plan/...` \|(.*)", README, re.M)[1])}
+    assert written == named
+    phases = {key[8:-8] for line in done.metrics for key in line if re.fullmatch(r"summary/\w+_seconds", key)}
+    assert phases == set(re.findall(r"(\w+) [\d.]+", re.search(r"^Seconds: (.*)", README, re.M)[1]))
+
+
+TINY = {"run.max_steps": 2, "run.max_tokens": "null", "optim.warmup_steps": 0, "eval.prompts": "[]",
+        "batch.global_batch_size": 5, "batch.global_batch_tokens": "null", "data.path": "null", "data.name": "null",
+        "data.tokenizer": "bytes", "data.sequence_length": 32, "data.eval_fraction": 0.1}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("cell", re.findall(r"^\| (?:a CPU|\d+ GPUs?.*?) \| `(accelerate launch [^`]+)`", README, re.M),
+                         ids=lambda cell: re.sub(r".*?(\w+)\.yaml.*", r"\1", cell))
+def test_commands_run(tmp_path, cell):
+    """Those of the table of machines, two processes standing for more; test_launchers.py runs two machines."""
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text("What is written here can be learned. " * 20)
+    words = shlex.split(cell)
+    at = words.index("train.py")
+    launcher, settings = words[2:at], TINY | {"run.output_dir": tmp_path / "run", "data.files": tmp_path / "texts"}
+    settings |= {f"model.architecture.{name}": value for name, value in SHAPE.items()}
+    if launcher:
+        several = not launcher[1].endswith("single.yaml")
+        launcher += ["--mixed_precision", "no", *(["--num_processes", "2", "--main_process_port", "0"] * several),
+                     "tests/wrapper_cpu_as_gpu.py"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, *words[at:],
+               *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text()) == {"status": "finished", "step": 2}
+
+
+def test_all_commands_of_the_table_are_found():
+    assert len(test_commands_run.pytestmark[0].args[1]) == 4
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
