@@ -4,9 +4,8 @@
     python train.py --config configs/small.yaml --plan 1 2 4 8      what would run elsewhere: no data, no device
     python train.py --help                                          every setting
 
-Everything is a function of the step: the rows, the learning rate and the random numbers of step N follow from the
-config and N alone, never from the number of processes or from what happened before. So a checkpoint is weights,
-optimizer state and a small manifest; no state of a scheduler, sampler or data loader is there to save, lose or skew.
+Everything is a function of the step: its rows, learning rate and random numbers follow from the config and its number,
+never from how many processes there are. So a checkpoint needs no state of a scheduler, sampler or data loader.
 
 1 Config, 2 Batch plan, 3 Data, 4 Model, 5 Optimizer, 6 Throughput, 7 Checkpoints, 8 Evaluation, 9 train(): start there.
 """
@@ -14,7 +13,7 @@ import argparse, copy, ctypes, difflib, fnmatch, gc, glob, itertools, json, math
 import signal, sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +35,7 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import yaml
 from accelerate import Accelerator
@@ -119,6 +119,7 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = doc("float32", "Of the weights; bfloat16 is for frozen ones, under lora.")
     lora: dict[str, Any] | None = doc(None, "Train an adapter only: fields of peft.LoraConfig, as r and lora_alpha.")
     gradient_checkpointing: bool = doc(False, "Recompute activations in the backward pass: less memory, slower.")
+    chunked_loss: bool = doc(False, "Logits of 1,024 tokens at a time: less memory, one more pass of the output layer.")
     compile: Literal["none", "regional", "full"] = doc("none", "torch.compile each decoder layer, or the whole model.")
 
 class Optim(Section):
@@ -160,9 +161,9 @@ class Config(Section):
         require("model_type" in (self.model.architecture or ["model_type"]), "model.architecture needs a model_type")
         require(data.path or not data.name and data.split == "train", "data.name and data.split go with data.path")
         require(not (data.eval_source and data.eval_fraction), "give at most one of data.eval_fraction and eval_source")
-        for name, *choices in (
-                ("run", "max_steps", "max_epochs", "max_tokens"), ("batch", "global_batch_size", "global_batch_tokens"),
-                ("data", "path", "files"), ("model", "pretrained", "architecture")):
+        for name, *choices in (("run", "max_steps", "max_epochs", "max_tokens"), ("data", "path", "files"),
+                               ("batch", "global_batch_size", "global_batch_tokens"),
+                               ("model", "pretrained", "architecture")):
             given = sum(bool(getattr(getattr(self, name), choice)) for choice in choices)
             require(given == 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others")
         return self
@@ -333,10 +334,9 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
                   "by {% generation %} and {% endgeneration %}; see data.chat_template")
     # The arguments are plain values because they key the cache: a config object differs between launches.
     with explained(f"data: cannot use column {column!r} as {config.format}"):
-        return documents.map(
-            tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64, desc="Tokenizing",
-            fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
-            num_proc=min(len(os.sched_getaffinity(0)), len(documents) // 64) or None)
+        return documents.map(tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64,
+                             fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
+                             num_proc=min(len(os.sched_getaffinity(0)), len(documents) // 64) or None, desc="Tokenize")
 
 class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them. Row r is pieces first[r] to first[r + 1] - 1
@@ -481,21 +481,29 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Mo
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
-    inputs, targets = {name: batch[name] for name in batch.keys() - {"targets"}}, batch["targets"]
-    if "position_ids" in batch and getattr(model, "module", model).config._attn_implementation == CAUSAL:
+    inputs, targets = {name: batch[name] for name in batch.keys() - {"targets"}}, batch["targets"].flatten()
+    bare = getattr(model, "module", model)
+    if "position_ids" in batch and bare.config._attn_implementation == CAUSAL:
         document = (batch["position_ids"] == 0).cumsum(1)
         inputs["attention_mask"] = (document[:, None, :, None] == document[:, None, None]).tril()
-    logits = model(**inputs, use_cache=False).logits  # A cache would make transformers ignore where documents end.
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    if not (autocast := getattr(bare, "chunked_loss", None)):  # A cache would hide where documents end.
+        return F.cross_entropy(model(**inputs, use_cache=False).logits.float().flatten(0, 1), targets, reduction="sum")
+    def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            return F.cross_entropy(bare.get_output_embeddings()(states).float(), targets, reduction="sum")
+    states = model(**inputs, use_cache=False, output_hidden_states=[-1], logits_to_keep=1).hidden_states[-1]
+    chunks = zip(states.flatten(0, 1).split(1024), targets.split(1024))  # Their logits are made again in backward().
+    return sum(torch.utils.checkpoint.checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
 
-def check_packing(model: torch.nn.Module) -> None:
-    """Raises UserError for a model in which the documents of a row would see each other: tries two of 4 tokens."""
-    ids, position_ids = torch.arange(8)[None], torch.arange(4).repeat(2)[None]
+def check_loss(model: torch.nn.Module, packing: str, chunked: bool) -> None:
+    """Raises UserError for a model whose loss packing or chunks would change: tries two documents of 4 tokens."""
+    rows = [np.stack([row, np.append(row[1:], -100), np.arange(4)]) for row in np.arange(8).reshape(2, 4)]
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        joint = model.eval()(input_ids=ids, position_ids=position_ids, use_cache=False).logits[0]
-        apart = model(input_ids=ids.view(2, 4), use_cache=False).logits.flatten(0, 1)
-    require((joint - apart).abs().max() < max(1e-4, 8 * torch.finfo(apart.dtype).eps) * apart.abs().max(),
-            f"data.packing: in a model of type {model.config.model_type} documents of a row see each other; use none")
+        apart = compute_loss(model.eval(), collate(rows, model.device))
+        model.chunked_loss = chunked and nullcontext
+        joint = compute_loss(model, collate(rows if packing == "none" else [np.hstack(rows)], model.device))
+    require(abs(joint / apart - 1) < max(1e-5, torch.finfo(model.dtype).eps), f"{model.config.model_type}: "
+            "by data.packing documents see each other, use none; or model.chunked_loss misses scaled logits, use false")
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
     """Forward and backward matrix FLOPs per token of a full row, counted by torch on a model without storage; in eager
@@ -527,8 +535,7 @@ def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * shape)
 
 class Guard:
-    """Keeps non-finite numbers out of the weights without a host read per step: a fused optimizer's step does nothing
-    where `found_inf` is set on the device. After more than `limit` such steps in a row it stays set."""
+    """Tells a fused optimizer by `found_inf`, on the device, to do nothing; for good after `limit` steps in a row."""
     def __init__(self, limit: int, step: int, device: torch.device):
         self.limit, (self.last_good, self.skipped) = limit, torch.tensor([step, 0.0], device=device)
     def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -540,10 +547,9 @@ class Guard:
 # 6. Throughput --------------------------------------------------------------------------------------------------------
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
-PEAK_TFLOPS = {
-    "H200": {"fp8": 1979, "bf16": 989, "no": 67}, "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "no": 67},
-    "B200": {"fp8": 4500, "bf16": 2250, "no": 75}, "A100": {"bf16": 312, "no": 19.5},
-    "L40S": {"fp8": 733, "bf16": 362, "no": 91.6}, "L4": {"fp8": 242, "bf16": 121, "no": 30.3}}
+PEAK_TFLOPS = {"H200": {"fp8": 1979, "bf16": 989, "no": 67}, "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "no": 67},
+               "B200": {"fp8": 4500, "bf16": 2250, "no": 75}, "A100": {"bf16": 312, "no": 19.5},
+               "L40S": {"fp8": 733, "bf16": 362, "no": 91.6}, "L4": {"fp8": 242, "bf16": 121, "no": 30.3}}
 
 def peak_flops(device: torch.device, precision: str, config: Perf) -> float | None:
     """Peak FLOP/s of one device in the precision of this run, None where it is not known."""
@@ -581,14 +587,13 @@ class Meter:
             seconds[phase] = busy * device[phase] / device.total()
             self.seconds[phase] = self.window[0][phase] + seconds[phase]
         self.window, self.events = (self.seconds.copy(), self.counts.copy()), self.events[-1:]
-        ratios = {
-            "tokens_per_second": (count["tokens"], busy),
-            "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
-            "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
-            "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
-            "step_seconds": (busy, count["step"]), "data_seconds": (seconds["data"], count["step"]),
-            # Padding is not useful work: the model's FLOPs are those of the real tokens.
-            "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
+        ratios = {"tokens_per_second": (count["tokens"], busy),
+                  "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
+                  "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
+                  "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
+                  "step_seconds": (busy, count["step"]), "data_seconds": (seconds["data"], count["step"]),
+                  # Padding is not useful work: the model's FLOPs are those of the real tokens.
+                  "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
         return {f"perf/{name}": a / b if count["step"] and b > 0 else None for name, (a, b) in ratios.items()}
     def summary(self) -> dict[str, float]:
         self.enter(self.phase)
@@ -609,8 +614,7 @@ def profile(profiler: torch.profiler.profile, steps: list[int], step: int, folde
         say(f"Open {folder}/profile.json.gz in ui.perfetto.dev, memory.pickle in docs.pytorch.org/memory_viz")
 
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
-# A checkpoint is torch.distributed.checkpoint in safetensors files and a manifest: every rank writes what it holds, any
-# number of ranks under any strategy reads what it needs. It is complete or absent: written elsewhere, then renamed.
+# A checkpoint, torch.distributed's in safetensors files and a manifest, suits any number of ranks under any strategy.
 def replace_file(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
@@ -648,23 +652,16 @@ def verify_checkpoint(folder: Path) -> dict:
                 raise OSError(f"{folder / name} is not as it was written: its size or checksum differs")
         return manifest
 
-def find_checkpoint(config: Config, folder: Path) -> tuple[Path, dict] | None:
+def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
     """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
-    resume, found, damage = config.run.resume, sorted(folder.glob("step-*"), reverse=True), None
+    found, damage = sorted(folder.glob("step-*"), reverse=True), None
     require(resume != "never" or not found, f"run.resume is never, but {folder} exists; choose another run.output_dir")
     for checkpoint in found if resume in ("auto", "never") else [Path(resume)]:
-        say(f"Checkpoint passed over: {damage}" if damage else "")
         try:
-            manifest = verify_checkpoint(checkpoint)
+            return checkpoint, verify_checkpoint(checkpoint)
         except UserError as error:
+            say(f"Checkpoint passed over: {error}")
             damage = error
-            continue
-        ours, theirs = (pd.json_normalize(c).to_dict("records")[0] for c in (config.model_dump(), manifest["config"]))
-        changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
-                   if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
-        require(config.run.allow_changes or not changed, "\n".join([f"{checkpoint} is of another config:", *changed,
-            "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"]))
-        return checkpoint, manifest
     if damage:
         raise damage
 
@@ -724,12 +721,11 @@ def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, 
     for i, text in enumerate(config.prompts):
         turns = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) if chat else text
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(accelerator.device)
         with accelerator.autocast(), torch.compiler.set_stance("force_eager"):  # Each length would be compiled.
-            ids = bare.generate(
-                ids, attention_mask=torch.ones_like(ids), use_cache=True, synced_gpus=accelerator.num_processes > 1,
-                do_sample=config.temperature > 0, temperature=config.temperature or None,
-                max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
+            ids = bare.generate(**prompt, use_cache=True, synced_gpus=accelerator.num_processes > 1,
+                                do_sample=config.temperature > 0, temperature=config.temperature or None,
+                                max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id or 0)
         samples[f"eval/sample_{i}"] = tokenizer.decode(ids[0], skip_special_tokens=True)
         say(f"--- sample {i}\n{samples[f'eval/sample_{i}']}\n---")
     return samples
@@ -769,12 +765,12 @@ def start_accelerator(config: Config) -> Accelerator:
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":  # Accelerate's policy adds up gradients in bf16.
         policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    require(not (config.model.chunked_loss and accelerator.is_fsdp2), "model.chunked_loss: not together with FSDP2")
     require(getattr(accelerator.parallelism_config, "non_data_parallel_size", 1) == 1, "launch: data parallelism only")
     return accelerator
 
 def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator: Accelerator) -> int:
-    """The largest size, in steps of a tenth, for which every rank has memory for two passes over such rows beside the
-    optimizer's state. Raises UserError if there is none. (FSDP's ranks wait for each other: they must be alike.)"""
+    """The most rows, in steps of a tenth, for which every rank has memory. (FSDP's ranks must have equal devices.)"""
     trained_state(bare, [optimizer])  # Makes the optimizer's state.
     @memory.find_executable_batch_size(starting_batch_size=size)
     def largest(size: int) -> int:
@@ -804,7 +800,7 @@ def train(argv: list[str]) -> int | None:
         meter.event = lambda: torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
     with explained(f"run.output_dir {folder}: not writable, or in use by another run; choose another"):
         _lock = rank == 0 and FileLock(folder / ".lock", timeout=45).acquire()  # A killed one's ranks may be saving.
-    [found] = broadcast_object_list([find_checkpoint(config, folder / "checkpoints") if rank == 0 else None])
+    [found] = broadcast_object_list([find_checkpoint(run.resume, folder / "checkpoints") if rank == 0 else None])
     require((folder / ".lock").exists(), f"run.output_dir {folder} is another folder on this machine; share one")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
     tokenizer = load_tokenizer(config.data, config.model.trust_remote_code)
@@ -815,13 +811,16 @@ def train(argv: list[str]) -> int | None:
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
-    if rank == 0 and config.data.packing != "none" and bare.config._attn_implementation in ("sdpa", "eager"):
-        check_packing(bare)  # The masks of CAUSAL are ours; flash and flex attention need a GPU to be tried.
+    packing, chunked = config.data.packing, config.model.chunked_loss
+    tried = ("sdpa", "eager", CAUSAL) if chunked else ("sdpa", "eager") * (packing != "none")
+    if rank == 0 and bare.config._attn_implementation in tried:  # Flash and flex attention need a GPU.
+        check_loss(bare, packing, chunked)
+    bare.chunked_loss = chunked and accelerator.autocast
     model, optimizer = accelerator.prepare(bare.train(), build_optimizer(bare, config.optim))
     parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.
     if limit == "auto":
-        row = np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))
+        row = np.outer([0, 0, 1], np.arange(length) % (length if packing == "none" else length // 2))
         limit = largest_micro_batch(-(-config.global_batch_size // ranks), row, bare, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
@@ -841,11 +840,13 @@ def train(argv: list[str]) -> int | None:
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
-        require(run.allow_changes or manifest["data_fingerprint"] == record["data_fingerprint"],
-                f"the data is not what {checkpoint} was trained on (files, tokenizer, numpy); choose a new "
-                "run.output_dir, or continue all the same: --run.allow_changes true")
-        status = folder / "status.json"
-        if seen["step"] >= max_steps and status.exists() and json.loads(status.read_text())["status"] == "finished":
+        ours, theirs = (pd.json_normalize({**known["config"], "the data's fingerprint": known["data_fingerprint"]})
+                        .to_dict("records")[0] for known in (record, manifest))
+        changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
+                   if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
+        require(run.allow_changes or not changed, "\n".join([f"{checkpoint} is of another config:", *changed,
+            "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"]))
+        if seen["step"] >= max_steps and any('"finished"' in file.read_text() for file in folder.glob("status.json")):
             return say(f"Finished already: {folder} holds all {max_steps:,} steps. Give more, or a new run.output_dir.")
         load_checkpoint(checkpoint, model, [optimizer.optimizer])
         say(f"Continuing after step {seen['step']:,} from {checkpoint}, on the schedule of {max_steps:,} steps.")
@@ -879,8 +880,7 @@ def train(argv: list[str]) -> int | None:
         return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
     vocab_size = bare.get_input_embeddings().num_embeddings
     load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
-    upcoming = load(step + 1)
-    targets = upcoming[0][-1]["targets"][-1][:120]
+    targets = (upcoming := load(step + 1))[0][-1]["targets"][-1][:120]
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -301,8 +301,8 @@ case("changed mathematics",
      {"batch.global_batch_size": 5, "data.sequence_length": 16, "run.seed": 1, "optim.learning_rate": 1e-5},
      "batch.global_batch_size: 4 in the checkpoint, 5 now", "data.sequence_length: 32", "run.seed: 0",
      "optim.learning_rate", "--run.allow_changes true", "new run.output_dir", make=trained())
-case("changed data", {}, "the data is not what", "step-00000004", "--run.allow_changes true", "new run.output_dir",
-     make=trained(edit_manifest(data_fingerprint=1)))
+case("changed data", {}, "the data's fingerprint: 1 in the checkpoint", "step-00000004", "--run.allow_changes true",
+     "new run.output_dir", make=trained(edit_manifest(data_fingerprint=1)))
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case("init_from of a wider model",
      architecture(hidden_size=32) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},

@@ -189,3 +189,9 @@ def test_float8(config, runs, tmp_path):
     off = np.abs(np.array(done.losses) / one.losses - 1)
     assert 1e-5 < off.max() < 0.02 and done.weights.keys() == one.weights.keys()
     assert all(weight.dtype == torch.float32 for weight in done.weights.values())  # What is kept is not rounded.
+
+
+def test_a_chunked_loss_is_refused_under_fsdp2(config, tmp_path):
+    options = "--num_processes", 2, "--mixed_precision", "no", "--main_process_port", 0
+    output = finish(start(tmp_path, config, "fsdp2", *options, settings=("--model.chunked_loss", "true")), fails=True)
+    assert re.findall("^error: .*", output, re.M) == ["error: model.chunked_loss: not together with FSDP2"]

@@ -1,5 +1,7 @@
 """Model families: documents that share a row are as if alone, and a step reads nothing on the host."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,38 @@ def test_flops_of_a_mixture():
         found = transformers.AutoConfig.for_model("mixtral", use_cache=False, sliding_window=None, **shape)
         flops.append(train.flops_per_token(found, None, 16))
     assert flops[1] - flops[0] == 6 * 3 * 32 * 48 * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt2", "opt", "mixtral"])  # With a bias, tied, tied and projected.
+def test_a_chunked_loss_has_the_same_gradients(name):
+    """2,500 tokens are three chunks, the last a part of one; gradients against those of all logits at once."""
+    rng, found = np.random.default_rng(2), []
+    shape = FULL[name] | {"max_position_embeddings": 1250, "n_positions": 1250}
+    model = build(name, shape, "sdpa")
+    rows = [np.stack([*rng.integers(3, 97, (2, 1250)), np.arange(1250)]) for _ in range(2)]
+    rows[0][1, 100:300] = -100
+    for chunked in (None, contextlib.nullcontext):
+        model.chunked_loss = chunked
+        model.zero_grad()
+        loss = train.compute_loss(model, train.collate(rows, torch.device("cpu"))) / 2300
+        loss.backward()
+        found.append((loss.item(), {name: weight.grad for name, weight in model.named_parameters()}))
+    (loss, gradients), (chunked_loss, others) = found
+    assert chunked_loss == pytest.approx(loss, rel=1e-6)
+    for weight in gradients:
+        assert torch.allclose(gradients[weight], others[weight], rtol=0, atol=1e-5 * gradients[weight].abs().max())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_a_chunked_loss_is_refused_where_logits_are_scaled(tmp_path, name):
+    """The one bounds them, the other divides them, after the output layer; either would be missed."""
+    scaled = {"gemma2": {"final_logit_softcapping": 0.01, "head_dim": 8}, "granite": {"logits_scaling": 8.0}}[name]
+    config = tiny_config(tmp_path)
+    shape = SHAPE | scaled | {"model_type": name, "vocab_size": 384}
+    config["model"] = {"architecture": shape, "chunked_loss": True, "attention": "eager"}
+    assert "model.chunked_loss" in run(tmp_path, config, expect=2).output
+    config["model"]["chunked_loss"] = False
+    assert run(tmp_path, config, "--run.max_steps", 5).losses
 
 
 class HostReads(TorchDispatchMode):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 import zlib
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -163,11 +164,15 @@ def test_extended(again):
 def test_changed_mathematics_is_refused(again, tmp_path):
     """With everything that differs, both ways out, and without a trace in the run folder."""
     config, before = again
+    rows, start = Path(config["data"]["path"]), Path(config["model"]["pretrained"])
+    for folder in rows, start:
+        shutil.copytree(folder, tmp_path / f"other-{folder.name}")
     changes = {
         "batch.global_batch_size": (10, 5), "data.sequence_length": (24, 20), "data.packing": ("none", "concat"),
-        "data.path": (config["data"]["path"], str(tmp_path)), "run.seed": (7, 8), "optim.learning_rate": (0.005, 0.001),
-        "optim.schedule": ("cosine", "linear"), "optim.max_grad_norm": (1.1, None), "optim.weight_decay": (0.1, 0.2),
-        "model.pretrained": (config["model"]["pretrained"], str(tmp_path)),
+        "data.path": (str(rows), str(tmp_path / f"other-{rows.name}")), "run.seed": (7, 8),
+        "optim.learning_rate": (0.005, 0.001), "optim.schedule": ("cosine", "linear"),
+        "optim.max_grad_norm": (1.1, None), "optim.weight_decay": (0.1, 0.2),
+        "model.pretrained": (str(start), str(tmp_path / f"other-{start.name}")),
     }
     contents = {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()}
     overrides = [word for path, (_, now) in changes.items() for word in (f"--{path}", json.dumps(now))]

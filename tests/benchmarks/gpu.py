@@ -3,8 +3,8 @@
     python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--folder FOLDER] [--tiny]
 
 check     losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
-speed     configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile and
-          gradient checkpointing
+speed     configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile,
+          gradient checkpointing and chunked loss
 auto      the same with both, and the largest micro-batch that batch.max_micro_batch_size: auto finds
 float8    four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
 overhead  the compiled run's step time against that of a bare torch loop on the same model and tokens
@@ -65,7 +65,8 @@ WIDE = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4
         "num_key_value_heads": 8}
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
 SPEED = {"eager": (), "compile": COMPILE, "checkpointing": CHECKPOINTING,
-         "compile, checkpointing": (*COMPILE, *CHECKPOINTING)}
+         "compile, checkpointing": (*COMPILE, *CHECKPOINTING),
+         "compile, chunked loss": (*COMPILE, "--model.chunked_loss", "true")}
 
 
 class Bench:
