@@ -592,8 +592,7 @@ class Meter:
                   "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
                   "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
                   "step_seconds": (busy, count["step"]), "data_seconds": (seconds["data"], count["step"]),
-                  # Padding is not useful work: the model's FLOPs are those of the real tokens.
-                  "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}
+                  "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}  # Padding is no use.
         return {f"perf/{name}": a / b if count["step"] and b > 0 else None for name, (a, b) in ratios.items()}
     def summary(self) -> dict[str, float]:
         self.enter(self.phase)
@@ -880,7 +879,7 @@ def train(argv: list[str]) -> int | None:
         return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
     vocab_size = bare.get_input_embeddings().num_embeddings
     load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
-    targets = (upcoming := load(step + 1))[0][-1]["targets"][-1][:120]
+    targets = (upcoming := [load(step + 1)])[0][0][-1]["targets"][-1][:120]
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -903,7 +902,7 @@ def train(argv: list[str]) -> int | None:
     profile(profiler, profiled, step, folder, gpu)
     meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
-        step, (micro_batches, counts) = step + 1, upcoming
+        step, (micro_batches, counts) = step + 1, upcoming.pop(0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
         reseed(zlib.crc32(f"{run.seed} {step} {rank}".encode()))
@@ -933,7 +932,8 @@ def train(argv: list[str]) -> int | None:
         seen.update(counts)
         line, last = {}, step == max_steps
         meter.enter("data")
-        upcoming = last or load(step + 1)  # While a GPU has yet to do most of what is asked of it above.
+        # While a GPU has yet to do most of the above; a few at once, as a step leaves nothing of it in a CPU's caches.
+        upcoming = upcoming or [load(s) for s in range(step + 1, min(step + 4, max_steps) + 1)]
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
             meter.enter("logging")
