@@ -854,7 +854,7 @@ def train(argv: list[str]) -> int | None:
         load_checkpoint(Path(run.init_from), model, [])
     guard = Guard(run.max_skipped_steps, step := seen["step"], device)
     groups = [dist.new_group(backend="gloo") if ranks > 1 else None for _ in ("stop", "save")]
-    stop, saving, pool = Stop(groups[0]), None, ThreadPoolExecutor(1)
+    stop, saving, saved, pool = Stop(groups[0]), None, step, ThreadPoolExecutor(1)
     stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # Copies to the host, pinned and at once from a GPU.
     def write(values: dict[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -954,12 +954,12 @@ def train(argv: list[str]) -> int | None:
             shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
             say(f"step {step:,}/{max_steps:,}  {shown}")
         if last or run.save_every and step % run.save_every == 0:
-            saving = save()
+            saving, saved = save(), step
         meter.enter("logging")
         profile(profiler, profiled, step, folder, gpu)
         meter.enter("data")
         bar.update()
-    if stopped and step > (found[1]["step"] if found else 0):
+    if stopped and step > saved:
         saving = save()
     meter.enter("checkpoint")
     saving and saving.result()

@@ -301,6 +301,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeyp
         assert same(again.weights, whole[1].weights)
 
 
+def test_a_stop_right_after_a_save_saves_no_more(whole, tmp_path, monkeypatch):
+    """To write a checkpoint anew would first remove it: for a moment there would be none."""
+    answers, saves, write = iter([False, False, True]), [], train.dcp.save
+    monkeypatch.setattr(train.Stop, "agreed", lambda self: next(answers))
+    monkeypatch.setattr(train.dcp, "save", lambda *args, **options: saves.append(1) or write(*args, **options))
+    done = helpers.run(tmp_path, whole[0])
+    assert done.status == {"status": "stopped", "step": 2} and done.checkpoints == ["step-00000002"] and len(saves) == 1
+
+
 def test_disk_full_while_exporting(whole, copy, tmp_path):
     shutil.rmtree(copy / "model")
     (copy / "status.json").write_text('{"status": "running", "step": 6}')
