@@ -78,6 +78,16 @@ def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name,
     assert "data.packing" in done.output and name in done.output and "use none" in done.output
 
 
+@pytest.mark.parametrize("length", [64, 512])
+def test_flops_are_the_closed_form(length):
+    """PaLM (arXiv:2204.02311), appendix B, as TorchTitan has it: 6 N + 12 L H Q T per token, N being the weights
+    without the embedding, which multiplies nothing."""
+    found = transformers.LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+                                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+    weights = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512) + 256 * 1000
+    assert train.flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
+
+
 def test_flops_of_a_mixture():
     """Each expert that a token takes is three matrices of 32 x 48 in both layers, forward and twice backward."""
     flops = []
