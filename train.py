@@ -502,7 +502,7 @@ def check_loss(model: torch.nn.Module, packing: str, chunked: bool) -> None:
         apart = compute_loss(model.eval(), collate(rows, model.device))
         model.chunked_loss = chunked and nullcontext
         joint = compute_loss(model, collate(rows if packing == "none" else [np.hstack(rows)], model.device))
-    require(abs(joint / apart - 1) < max(1e-5, torch.finfo(model.dtype).eps), f"{model.config.model_type}: "
+    require(abs(joint / apart - 1) < max(1e-5, torch.finfo(model.dtype).eps / 10), f"{model.config.model_type}: "
             "by data.packing documents see each other, use none; or model.chunked_loss misses scaled logits, use false")
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:

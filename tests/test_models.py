@@ -78,6 +78,18 @@ def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name,
     assert "data.packing" in done.output and name in done.output and "use none" in done.output
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
+    """Falcon is refused, Mistral is not: rounding in bf16 is neither taken for a leak nor does it hide one."""
+    shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
+    for name, more in ("falcon", {}), ("mistral", {"num_key_value_heads": 4, "intermediate_size": 512}):
+        found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
+        model = train.build_model(train.Model(attention="eager", dtype=dtype), found, 0, seed)
+        with contextlib.nullcontext() if name == "mistral" else pytest.raises(train.UserError, match="use none"):
+            train.check_loss(model, "concat", False)
+
+
 @pytest.mark.parametrize("length", [64, 512])
 def test_flops_are_the_closed_form(length):
     """PaLM (arXiv:2204.02311), appendix B, as TorchTitan has it: 6 N + 12 L H Q T per token, N being the weights
