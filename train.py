@@ -777,7 +777,7 @@ def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator
             for _ in range(2):  # The second pass has the first one's gradients beside it.
                 accelerator.backward(compute_loss(bare, collate([row] * size, accelerator.device)) * 0)
         return size
-    with explained("no pass succeeds; if there is no memory for even one row, lower data.sequence_length, or shard"):
+    with explained("batch.max_micro_batch_size: no pass fits, even of one row; lower data.sequence_length or shard"):
         found = torch.tensor([largest()], device=accelerator.device)
     bare.zero_grad()
     optimizer.state.clear()
