@@ -83,6 +83,7 @@ class Run(Section):
     eval_every: int = doc(100, "Steps between evaluations; 0: only after the last step.", ge=0)
     save_every: int = doc(100, "Steps between checkpoints; 0: only after the last step.", ge=0)
     keep_checkpoints: int = doc(2, "Checkpoints kept; older ones go once a newer one is complete.", gt=0)
+    keep_best: bool = doc(False, "Also save and keep that of the lowest evaluation loss, and export its model.")
     resume: str = doc("auto", "auto: from the newest complete checkpoint; never: refuse to; or a checkpoint's folder.")
     init_from: str | None = doc(None, "Checkpoint folder whose weights start this run at step 0.")
     allow_changes: bool = doc(False, "Continue although the config changes the mathematics of the started run.")
@@ -107,7 +108,7 @@ class Data(Source):
     chat_template: str | None = doc(None, "File with a Jinja chat template, in place of the tokenizer's.")
     tokenizer: str = doc("bytes", "Hub name or folder of a tokenizer; bytes: UTF-8 bytes, needs no files.")
     sequence_length: int = doc(512, "Most tokens in a row; longer documents continue in further rows.", ge=2)
-    packing: Literal["none", "concat"] = doc("concat", "none: a document per row, padded; concat: joined and cut.")
+    packing: Literal["none", "concat", "best_fit"] = doc("concat", "A document per row; joined and cut; or kept whole.")
     eval_fraction: float = doc(0.0, "Share of the documents held out for evaluation (or eval_source).", ge=0, lt=1)
     eval_source: Source | None = doc(None, "Source to evaluate on: path, name and split, or files.")
 
@@ -158,7 +159,6 @@ class Config(Section):
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
         require(not tokens % length,
                 f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are")
-        require("model_type" in (self.model.architecture or ["model_type"]), "model.architecture needs a model_type")
         require(data.path or not data.name and data.split == "train", "data.name and data.split go with data.path")
         require(not (data.eval_source and data.eval_fraction), "give at most one of data.eval_fraction and eval_source")
         for name, *choices in (("run", "max_steps", "max_epochs", "max_tokens"), ("data", "path", "files"),
@@ -256,13 +256,9 @@ def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes:
                 global_batch_size * sequence_length)
 
 def plan_table(plans: list[Plan]) -> str:
-    lines = ["processes  data-parallel  micro-batch  accumulation  rows/step  tokens/step   idle  nearest even"]
-    for plan in plans:
-        ranks, rows, steps = plan.data_parallel_size, plan.micro_batch_size, plan.grad_accum_steps
-        even = plan.even_neighbours() if plan.idle_share else "is even"
-        lines.append(f"{plan.num_processes:9,}  {ranks:13,}  {rows:11,}  {steps:12,}  {plan.global_batch_size:9,}  "
-                     f"{plan.tokens_per_step:11,}  {plan.idle_share:5.1%}  {even}")
-    return "\n".join(lines)
+    return pd.DataFrame([{name: f"{value:,}" for name, value in asdict(plan).items()} | {
+        "idle": f"{plan.idle_share:.1%}", "nearest_even": plan.even_neighbours() if plan.idle_share else "is even"}
+        for plan in plans]).rename(columns=lambda name: re.sub("^num_|_size$|_steps$", "", name)).to_string(index=False)
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
 @contextmanager
@@ -289,6 +285,7 @@ def list_files(patterns: list[str]) -> list[str]:
     return found
 
 def load_source(source: Source) -> datasets.Dataset:
+    require(bool(source.path) != bool(source.files), "data.eval_source: give exactly one of path and files")
     files, path = list_files(source.files), source.path
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
     kinds = {builders.get(Path(file).suffix, "text"): Path(file).suffix for file in files}
@@ -342,21 +339,25 @@ class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them. Row r is pieces first[r] to first[r + 1] - 1
     of the stream of all documents' tokens (memory-mapped files), piece p its tokens edges[p] to edges[p + 1] - 1."""
     def __init__(self, documents: datasets.Dataset, packing: str, length: int, seed: int):
+        if packing == "best_fit":  # Its documents are rows.
+            from trl import pack_dataset  # Not at the top, as it takes two seconds.
+            documents = pack_dataset(documents, length, "bfd_split", {"batch_size": 10_000})
         columns = {name: documents.data.column(name) for name in documents.column_names}
         lengths = {name: pc.list_value_length(column).to_numpy() for name, column in columns.items()}
-        equal = all((lengths[name] == lengths["input_ids"]).all() for name in lengths)
+        equal = all((lengths[name] == lengths["input_ids"]).all() for name in lengths.keys() - {"seq_lengths"})
         require(equal and lengths["input_ids"].any(), "data: no tokens, or input_ids and labels differ in length")
         self.streams = {name: pc.list_flatten(column) for name, column in columns.items()}  # Views of the mapped files.
         offsets = np.append(0, np.cumsum(lengths["input_ids"], dtype=np.int64))
-        offsets = offsets[np.append(True, lengths["input_ids"] > 0)]  # Empty documents have no rows.
         if packing == "concat":  # Cut the stream at multiples of the row length.
             cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])
+        elif packing == "best_fit":
+            cuts, offsets = offsets, np.cumsum(self.streams.pop("seq_lengths"))
         else:  # Cut every document, from its start.
             counts = -(-np.diff(offsets) // length)
             starts = np.repeat(offsets[:-1] - length * (np.cumsum(counts) - counts), counts)
             cuts = np.append(starts + length * np.arange(len(starts)), offsets[-1])
         edges = np.sort(np.concatenate((offsets, cuts)), kind="stable")  # Merges; np.union1d hashes, 60 times as slow.
-        self.edges = edges[np.diff(edges, prepend=-1) > 0]
+        self.edges = edges[np.diff(edges, prepend=-1) > 0]  # Empty documents are gone.
         self.first, self.lengths = np.searchsorted(self.edges, cuts), np.diff(cuts).astype(np.int32)
         # A permutation is as large as the data: keep the two that a step may straddle.
         self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
@@ -369,12 +370,13 @@ class Dataset:
         return rows if len(rows) == count else np.append(rows, self.rows_at(start + len(rows), count - len(rows)))
     def read(self, row: int) -> np.ndarray:
         """int64 [3, tokens]: input_ids; targets, the token that follows each, or -100 for none; position in a piece."""
-        edges, length = self.edges[self.first[row] : self.first[row + 1] + 1], self.lengths[row]
-        spans = {name: stream.slice(edges[0], length).to_numpy() for name, stream in self.streams.items()}
+        edges = self.edges[self.first[row] : self.first[row + 1] + 1].tolist()  # Python's integers: twice as fast.
+        start, length = edges[0], edges[-1] - edges[0]
+        spans = {name: stream.slice(start, length).to_numpy() for name, stream in self.streams.items()}
         tokens = np.empty((3, length), np.int64)
         tokens[0], tokens[1, :-1] = spans["input_ids"], spans.get("labels", spans["input_ids"])[1:]
-        for start in edges[:-1] - edges[0]:  # What comes before a piece, the last one for the first, has no target.
-            tokens[1, start - 1], tokens[2, start:] = -100, np.arange(length - start)
+        for edge in edges[:-1]:  # What comes before a piece, the last one for the first, has no target.
+            tokens[1, edge - start - 1], tokens[2, edge - start :] = -100, np.arange(start + length - edge)
         return tokens
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, target tokens) of each row. A piece's first token is no target: nothing comes before it."""
@@ -402,17 +404,14 @@ def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Ten
     for r, row in enumerate(rows):
         batch[:, r, : row.shape[1]] = row
     packed = any(row[2, -1] < row.shape[1] - 1 for row in rows)
-    names = ["input_ids", "targets"] + ["position_ids"] * packed
-    tensors = torch.from_numpy(batch)
+    tensors = torch.from_numpy(batch if packed else batch[:2])
     tensors = tensors.pin_memory() if device.type == "cuda" else tensors  # Nobody waits for its copy.
-    return dict(zip(names, tensors.to(device, non_blocking=True)))
+    return dict(zip(("input_ids", "targets", "position_ids"), tensors.to(device, non_blocking=True)))
 
 def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, device) -> tuple[list, dict]:
     """A step's micro-batches of this rank, and what all ranks process. Raises UserError for rows that are of no use."""
     rows = data.rows_at((step - 1) * plan.global_batch_size, plan.global_batch_size)
     lengths, targets = data.sizes(rows)
-    if not targets.any():
-        raise UserError(f"data: step {step} has no target token in its rows {rows.tolist()}; check the labels")
     split = plan.split(np.argsort(lengths, kind="stable"))
     micro_batches = [[data.read(row) for row in rows[ranks[rank]]] for ranks in split]
     ids = np.concatenate([np.zeros((2, 1), int), *(row[:2] for batch in micro_batches for row in batch)], axis=1)
@@ -422,14 +421,15 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
     # Every rank works out what the others process: no count ever needs communication.
     tokens = sum(max(1, len(piece)) * lengths[piece].max(initial=1) for ranks in split for piece in ranks)
     counts = dict(step=1, rows=len(rows), tokens=tokens, real_tokens=lengths.sum(), target_tokens=targets.sum())
+    require(counts["target_tokens"], f"data: no target token in step {step}, rows {rows.tolist()}; check the labels")
     return [collate(batch, device) for batch in micro_batches], {name: int(count) for name, count in counts.items()}
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
 def load_tokenizer(config: Data, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
     name, template = config.tokenizer, config.chat_template
     with explained(f"data.tokenizer or data.chat_template: cannot load {name}", name):
-        load = partial(transformers.AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
-        tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else load()
+        tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else transformers.AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code)
         tokenizer.chat_template = Path(template).read_text() if template else tokenizer.chat_template
         return tokenizer
 
@@ -437,7 +437,7 @@ def model_config(config: Config, vocab_size: int) -> transformers.PreTrainedConf
     """The transformers config of the model. Raises UserError for a model that does not exist or fit the data."""
     length, name, architecture = config.data.sequence_length, config.model.pretrained, config.model.architecture or {}
     given = {"vocab_size": vocab_size, "max_position_embeddings": length, "use_cache": False} | architecture
-    with explained(f"model: cannot configure {name or architecture}", name):
+    with explained(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
         load = partial(transformers.AutoConfig.from_pretrained, trust_remote_code=config.model.trust_remote_code)
         found = load(name) if name else transformers.AutoConfig.for_model(**given)
     if unknown := architecture.keys() & found.to_dict().keys() - type(found)().to_dict().keys():
@@ -464,8 +464,8 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
         kinds = {*(getattr(found, "layer_types", None) or ["full_attention"]),
                  *(getattr(found, limit, None) for limit in ("sliding_window", "index_topk"))}
         if config.attention == "sdpa" and model._supports_attention_backend and kinds == {"full_attention", None}:
-            # To a name that it does not know transformers gives no mask, and so looks for none on the host in each
-            # pass, for which a GPU would have to wait. Nothing but packed rows needs one, see compute_loss().
+            # For a name that it does not know transformers makes no mask, which a GPU would have to wait for in each
+            # pass, as it looks at values on the host. Only packed rows need one, see compute_loss().
             transformers.AttentionInterface.register(CAUSAL, transformers.AttentionInterface()["sdpa"])
             model.set_attn_implementation(CAUSAL)
         model = add_lora(model, config.lora)
@@ -534,15 +534,12 @@ def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
     shape = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done))}.get(config.schedule, 1 - done)
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * shape)
 
-class Guard:
-    """Tells a fused optimizer by `found_inf`, on the device, to do nothing; for good after `limit` steps in a row."""
-    def __init__(self, limit: int, step: int, device: torch.device):
-        self.limit, (self.last_good, self.skipped) = limit, torch.tensor([step, 0.0], device=device)
-    def check(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        good = torch.isfinite(loss + grad_norm) & (self.last_good >= step - self.limit - 1)
-        self.last_good = torch.where(good, step, self.last_good)
-        optimizer.found_inf = bad = 1.0 - good.float()
-        self.skipped += bad
+def guard(optimizer, step: int, value: torch.Tensor, last_good: torch.Tensor, limit: int) -> torch.Tensor:
+    """Tells a fused optimizer by `found_inf`, on the device, to make no update where `value` is not finite, and none at
+    all after `limit` steps in a row without one. Returns the number of the last good step, a tensor."""
+    bad = (value * 0 != 0) | (last_good < step - limit - 1)
+    optimizer.found_inf = bad.float()
+    return torch.where(bad, last_good, step)
 
 # 6. Throughput --------------------------------------------------------------------------------------------------------
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases that rates are about.
@@ -613,7 +610,6 @@ def profile(profiler: torch.profiler.profile, steps: list[int], step: int, folde
         say(f"Open {folder}/profile.json.gz in ui.perfetto.dev, memory.pickle in docs.pytorch.org/memory_viz")
 
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
-# A checkpoint, torch.distributed's in safetensors files and a manifest, suits any number of ranks under any strategy.
 def replace_file(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
@@ -639,7 +635,7 @@ def save_checkpoint(folder: Path, keep: int, state: dict, manifest: dict, group:
         replace_file(draft / "manifest.json", json.dumps(manifest | {"files": files}, indent=2))
         shutil.rmtree(final, ignore_errors=True)  # A damaged one of the same step, which resume passed over.
         os.replace(draft, final)
-        for old in sorted(folder.glob("step-*"))[:-keep]:
+        for old in {*sorted(folder.glob("step-*"))[:-keep]} - {folder / name for name in manifest["best"][1:]}:
             shutil.rmtree(old)
 
 def verify_checkpoint(folder: Path) -> dict:
@@ -661,8 +657,7 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
         except UserError as error:
             say(f"Checkpoint passed over: {error}")
             damage = error
-    if damage:
-        raise damage
+    require(not damage, str(damage))
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load into the model and optimizers, whatever strategy and process count wrote the checkpoint."""
@@ -810,16 +805,15 @@ def train(argv: list[str]) -> int | None:
     bare = build_model(config.model, model_config(config, len(tokenizer)), needed, run.seed)
     flops = flops_per_token(bare.config, config.model.lora, length)
     peak = peak_flops(device, accelerator.mixed_precision, config.perf)
-    packing, chunked = config.data.packing, config.model.chunked_loss
-    tried = ("sdpa", "eager", CAUSAL) if chunked else ("sdpa", "eager") * (packing != "none")
+    tried = ("sdpa", "eager") * (config.data.packing != "none") + ("sdpa", "eager", CAUSAL) * config.model.chunked_loss
     if rank == 0 and bare.config._attn_implementation in tried:  # Flash and flex attention need a GPU.
-        check_loss(bare, packing, chunked)
-    bare.chunked_loss = chunked and accelerator.autocast
+        check_loss(bare, config.data.packing, config.model.chunked_loss)
+    bare.chunked_loss = config.model.chunked_loss and accelerator.autocast
     model, optimizer = accelerator.prepare(bare.train(), build_optimizer(bare, config.optim))
     parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
     # The batch plan.
     if limit == "auto":
-        row = np.outer([0, 0, 1], np.arange(length) % (length if packing == "none" else length // 2))
+        row = np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))
         limit = largest_micro_batch(-(-config.global_batch_size // ranks), row, bare, optimizer.optimizer, accelerator)
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
@@ -832,13 +826,14 @@ def train(argv: list[str]) -> int | None:
     targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
-    seen = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0)
+    seen, best = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0), []
     versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
     record = {"config": config.model_dump(), "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
               "plan": asdict(plan), "versions": versions}
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
+        best = manifest["best"] if (folder / "checkpoints" / "".join(manifest["best"][1:])).exists() else []
         ours, theirs = (pd.json_normalize({**known["config"], "the data's fingerprint": known["data_fingerprint"]})
                         .to_dict("records")[0] for known in (record, manifest))
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
@@ -852,7 +847,7 @@ def train(argv: list[str]) -> int | None:
     elif run.init_from:
         verify_checkpoint(Path(run.init_from))
         load_checkpoint(Path(run.init_from), model, [])
-    guard = Guard(run.max_skipped_steps, step := seen["step"], device)
+    last_good = torch.tensor(float(step := seen["step"]), device=device)
     groups = [dist.new_group(backend="gloo") if ranks > 1 else None for _ in ("stop", "save")]
     stop, saving, saved, pool = Stop(groups[0]), None, step, ThreadPoolExecutor(1)
     stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # Copies to the host, pinned and at once from a GPU.
@@ -862,20 +857,19 @@ def train(argv: list[str]) -> int | None:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         accelerator.log({name: value for name, value in values.items() if value is not None}, step=step)
-    def skipped_steps() -> int:
-        first, count = int(guard.last_good) + 1, int(guard.skipped)
-        if first + guard.limit <= step:
+    def check_skipped() -> None:
+        first = int(last_good) + 1
+        if first + run.max_skipped_steps <= step:
             saving and saving.result()
             rows = train_data.rows_at((first - 1) * plan.global_batch_size, plan.global_batch_size).tolist()
             good = max((folder / "checkpoints").glob("step-*"), default="none")
             raise ArithmeticError(f"the loss or gradient norm of step {first} is not finite; that update was not made. "
-                                  f"{count} in all. Rows: {rows}. Last good checkpoint: {good}")
-        return count
+                                  f"Rows: {rows}. Last good checkpoint: {good}")
     def save() -> Future:
-        skipped_steps()  # Nothing poisoned is saved.
+        check_skipped()  # Nothing poisoned is saved.
         meter.enter("checkpoint")
         saving and saving.result()  # One at a time; raises what went wrong with it.
-        state, manifest = stager.stage(trained_state(model, [optimizer.optimizer])), {**record, **seen}
+        state, manifest = stager.stage(trained_state(model, [optimizer.optimizer])), {**record, **seen, "best": best}
         return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
     vocab_size = bare.get_input_embeddings().num_embeddings
     load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
@@ -922,22 +916,25 @@ def train(argv: list[str]) -> int | None:
             raise MemoryError(f"out of memory in step {step}: set batch.max_micro_batch_size to "
                               f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
         meter.enter("optimizer")
-        loss = accelerator.reduce(loss, "sum") / counts["target_tokens"]
+        if ranks > 1:
+            dist.all_reduce(loss)
         grad_norm = accelerator.clip_grad_norm_(parameters, config.optim.max_grad_norm or math.inf)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
-        guard.check(step, loss, grad_norm, optimizer.optimizer)
+        last_good = guard(optimizer.optimizer, step, loss + grad_norm, last_good, run.max_skipped_steps)
         optimizer.step()
         optimizer.optimizer.zero_grad(set_to_none=model is bare)  # DDP's are views of its buckets, which stay.
         meter.count(counts)
         seen.update(counts)
         line, last = {}, step == max_steps
         meter.enter("data")
-        # While a GPU has yet to do most of the above; a few at once, as a step leaves nothing of it in a CPU's caches.
-        upcoming = upcoming or [load(s) for s in range(step + 1, min(step + 4, max_steps) + 1)]
+        # While a GPU does most of the above; several at once, as a step leaves nothing of this in a CPU's caches.
+        upcoming = upcoming or [load(s) for s in range(step + 1, min(step + 8, max_steps) + 1)]
         if last or step % run.log_every == 0:
-            line = {"train/loss": loss.item(), "train/grad_norm": grad_norm.item(), "train/learning_rate": group["lr"]}
+            line = {"train/loss": loss.item() / counts["target_tokens"], "train/grad_norm": grad_norm.item()}
             meter.enter("logging")
-            line |= {"train/skipped_steps": skipped_steps(), "train/epoch": step / steps_per_epoch, "train/rows":
+            check_skipped()
+            line |= {"train/learning_rate": group["lr"], "train/epoch": step / steps_per_epoch,
+                     "train/skipped_steps": step - int(next(iter(optimizer.state.values()))["step"]), "train/rows":
                      seen["rows"], "train/target_tokens": seen["target_tokens"], **meter.rates(ranks, flops, peak)}
             line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if gpu else
                                             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
@@ -945,18 +942,19 @@ def train(argv: list[str]) -> int | None:
             meter.enter("evaluation")
             model.eval()
             line |= evaluate(model, eval_data, plan, accelerator, config.eval.max_rows)
+            if run.keep_best and line["eval/loss"] < (best or [math.inf])[0]:
+                best = [line["eval/loss"], f"step-{step:08d}"]
             meter.enter("sampling")
             line |= sample(bare, accelerator, tokenizer, config.eval, config.data.format == "chat", run.seed)
             model.train()
+        meter.enter("logging")
+        profile(profiler, profiled, step, folder, gpu)
         if line:
-            meter.enter("logging")
             write({"train/tokens": seen["tokens"]} | line)
             shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
             say(f"step {step:,}/{max_steps:,}  {shown}")
-        if last or run.save_every and step % run.save_every == 0:
+        if last or run.save_every and step % run.save_every == 0 or f"step-{step:08d}" in best:
             saving, saved = save(), step
-        meter.enter("logging")
-        profile(profiler, profiled, step, folder, gpu)
         meter.enter("data")
         bar.update()
     if stopped and step > saved:
@@ -964,6 +962,8 @@ def train(argv: list[str]) -> int | None:
     meter.enter("checkpoint")
     saving and saving.result()
     if not stopped:
+        for name in best[1:]:
+            load_checkpoint(folder / "checkpoints" / name, model, [])
         export_model(bare, accelerator, tokenizer, folder / "model")
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
@@ -971,7 +971,7 @@ def train(argv: list[str]) -> int | None:
         stopped or draw_curves(folder)
         replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
-        if stopped else f"Finished: {folder / 'model'} loads with from_pretrained().")
+        if stopped else f"Finished: {folder}/model ({best[1] if best else 'last step'}) loads with from_pretrained().")
     accelerator.end_training()
     time.sleep(0.1)  # Gloo's threads may need Python's lock to end, and torch, waiting for them, would not release it.
     # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.

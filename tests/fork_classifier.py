@@ -14,7 +14,7 @@ CHANGED = {
     "model_config(config, len(tokenizer)), needed": "model_config(config, 0), 0",
     "vocab_size=vocab_size, ": "",
     "rank: int, vocab_size: int, device": "rank: int, device",
-    'np.outer([0, 0, 1], np.arange(length) % (length if packing == "none" else length // 2))':
+    'np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))':
         "np.zeros(65, int)",
     "The loss is on: {tokenizer.decode(targets[targets >= 0])!r}": "A row is of class {targets.item()}",
 }

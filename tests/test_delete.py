@@ -29,15 +29,17 @@ FEATURES = {
         {", or run.trackers": "", "log_with=config.run.trackers or None, ": ""}),
     "packing": (
         [], ["packing: Literal", "cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])",
-             'if packing == "concat":', "packed = any(", 'if "position_ids" in batch',
-             'document = (batch["position_ids"]', 'inputs["attention_mask"] = (document'],
+             'if packing == "concat":', 'if packing == "best_fit":', "from trl", "documents = pack_dataset(",
+             'elif packing == "best_fit":', "cuts, offsets = offsets, np.cumsum(", "packed = any(",
+             'if "position_ids" in batch', 'document = (batch["position_ids"]', 'inputs["attention_mask"] = (document'],
         {CUTS[0]: re.sub("^    ", "", CUTS[1], flags=re.M),
          "documents: datasets.Dataset, packing: str, ": "documents: datasets.Dataset, ",
-         "Dataset(part, config.packing, ": "Dataset(part, ", ' + ["position_ids"] * packed': "",
-         "packing, chunked = config.data.packing, config": "chunked = config",
-         'else ("sdpa", "eager") * (packing != "none")': "else ()", "check_loss(bare, packing, ": "check_loss(bare, ",
+         "Dataset(part, config.packing, ": "Dataset(part, ", "batch if packed else batch[:2]": "batch[:2]",
+         ' - {"seq_lengths"}': "",
+         "check_loss(bare, config.data.packing, ": "check_loss(bare, ",
+         '("sdpa", "eager") * (config.data.packing != "none") + ': "",
          "packing: str, chunked": "chunked", 'rows if packing == "none" else [np.hstack(rows)]': "rows",
-         'length if packing == "none" else length // 2': "length"}),
+         'length if config.data.packing == "none" else length // 2': "length"}),
 }
 
 

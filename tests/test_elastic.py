@@ -179,7 +179,7 @@ def test_meeting_point_elsewhere(nodes, whole):
     nodes.join("first", hosts=False)
     nodes.join("second", hosts=False)
     nodes.wait_for_launch(processes=2, steps=6)
-    [main] = [name for name in ("first", "second") if "nearest even" in (nodes.folder / f"{name}.log").read_text()]
+    [main] = [name for name in ("first", "second") if "nearest_even" in (nodes.folder / f"{name}.log").read_text()]
     nodes.kill(main)  # The node of rank 0, which writes the run folder and holds the processes' own meeting point.
     nodes.wait_for_launch(processes=1)
     nodes.finish("second" if main == "first" else "first")

@@ -149,14 +149,14 @@ def test_checkpoint_moves_between_strategies(runs):
 
 def test_two_machines(runs, config, tmp_path):
     output = finish(*start_machines(tmp_path, config, processes=4))
-    assert output.count("nearest even") == 1  # Only the main process of the first machine speaks.
+    assert output.count("nearest_even") == 1  # Only the main process of the first machine speaks.
     assert_same(Done(0, output, tmp_path / "run"), runs(None))
 
 
 def test_two_machines_without_a_common_run_folder(config, tmp_path):
     """Each would keep its half of every checkpoint, which is noticed too late if it is not noticed now."""
     output = finish(*start_machines(tmp_path, config, processes=2, settings=("--run.output_dir", "here")), fails=True)
-    assert "error: run.output_dir here" in output and "nearest even" not in output
+    assert "error: run.output_dir here" in output and "nearest_even" not in output
 
 
 WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depend on the length of the run.

@@ -177,13 +177,13 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
 
 
 def test_sleeps_show_up_under_their_own_names(tmp_path, monkeypatch):
-    """Through main(), by the real clock: 10 steps, the first of a launch being warmup, 3 evaluations and 3 saves."""
+    """Through main(), by the real clock: 18 steps, the first of a launch being warmup, 3 evaluations and 3 saves."""
     def slower(name, seconds):
         function = getattr(train, name)
         monkeypatch.setattr(train, name, lambda *args, **options: time.sleep(seconds) or function(*args, **options))
 
     config = tiny_config(tmp_path)
-    config["run"] |= {"max_steps": 10, "eval_every": 4, "save_every": 4, "log_every": 1}
+    config["run"] |= {"max_steps": 18, "eval_every": 8, "save_every": 8, "log_every": 1}
     slower("load_step", 0.2)
     slower("evaluate", 0.5)
     slower("trained_state", 0.3)  # What a save does before it goes on in the background.
@@ -191,10 +191,10 @@ def test_sleeps_show_up_under_their_own_names(tmp_path, monkeypatch):
     summary = {key[8:]: value for key, value in done.metrics[-1].items() if key.startswith("summary/")}
     assert 1.5 <= summary["evaluation_seconds"] < 2.5 and 0.9 <= summary["checkpoint_seconds"] < 1.9
     steps = [line for line in done.metrics if line.get("perf/step_seconds")]
-    assert len(steps) == 9
+    assert len(steps) == 17
     data, whole = (sum(line[f"perf/{name}_seconds"] for line in steps) for name in ("data", "step"))
-    # Rows are read for four steps at a time, at the end of the one before: those of 2 to 5 in the warmup's window.
-    assert 5 * 0.2 <= data <= whole < data + 0.5
+    # Rows are read for eight steps at a time, at the end of the one before: those of 2 to 9 in the warmup's window.
+    assert 9 * 0.2 <= data <= whole < data + 0.5
     assert all(line["perf/rows_per_second"] == pytest.approx(10 / line["perf/step_seconds"]) for line in steps)
 
 

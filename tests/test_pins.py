@@ -68,7 +68,7 @@ def test_found_inf_holds_a_fused_optimizer():
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert (weight == 1).all() and optimizer.state[weight]["step"] == 0, (
-        "found_inf no longer keeps a fused AdamW from stepping: Guard lets what is not finite into the weights")
+        "found_inf no longer keeps a fused AdamW from stepping: guard() lets what is not finite into the weights")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
