@@ -128,7 +128,7 @@ def test_one_string_stands_for_a_list_of_one(load):
     ("batch.global_batch_size", [1], [0, -8]),
     ("batch.max_micro_batch_size", [1], [0, "max"]),
     ("data.format", ["text", "tokens"], ["json"]),
-    ("data.packing", ["none", "concat"], ["true"]),
+    ("data.packing", ["none", "concat", "best_fit"], ["true"]),
     ("data.sequence_length", [2], [1, 0]),
     ("data.eval_fraction", [0, 0.99], [1.0, -0.1]),
     ("optim.learning_rate", [1e-12], [0, -1, ".inf", ".nan"]),

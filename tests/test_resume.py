@@ -15,6 +15,7 @@ import torch
 import yaml
 from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, tiny_model, write_rows
 from reference import learning_rate, shuffled, train_reference
+from safetensors.torch import load_file
 
 STEPS = list(range(1, 31))
 
@@ -278,3 +279,27 @@ def test_processes_that_do_not_see_each_other(whole, tmp_path, monkeypatch, devi
     done = run(tmp_path, whole[0], expect=2)
     assert "2 processes" in done.output and "accelerate_configs/" in done.output
     assert not list(tmp_path.rglob("status.json"))
+
+
+def test_the_best_is_kept_and_exported(tmp_path):
+    """Two rows of noise are learned by heart, so the loss on others rises in the end. The best step, here of an earlier
+    launch, is kept beside the newest, and is what model/ holds."""
+    config = tiny_config(tmp_path)
+    noise = [{"input_ids": row} for row in np.random.default_rng(9).integers(3, 40, (2, 24)).tolist()]
+    config["data"]["path"] = str(write_rows(tmp_path / "noise", noise))
+    config["batch"]["global_batch_size"] = 2
+    config["optim"] |= {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.01}
+    config["run"] |= {"eval_every": 2, "keep_checkpoints": 1, "keep_best": True}
+    names = {}
+    for max_steps in 12, 20:
+        done = run(tmp_path, config, "--run.max_steps", max_steps)
+        losses = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+        best = names[max_steps] = f"step-{min(losses, key=losses.get):08d}"
+        assert done.checkpoints == [best, f"step-{max_steps:08d}"]
+        saved = load_file(next((done.folder / "checkpoints" / best).glob("*.safetensors")))
+        saved = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
+        assert difference(done.weights, saved) == 0 and f"({best})" in done.output
+    assert names[12] == names[20]  # Otherwise the second launch has nothing to remember.
+    config["run"] |= {"max_steps": 20, "keep_best": False, "output_dir": str(tmp_path / "last")}
+    last = run(tmp_path, config)
+    assert last.checkpoints == ["step-00000020"] and difference(last.weights, done.weights) > 1e-3
