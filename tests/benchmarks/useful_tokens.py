@@ -6,12 +6,11 @@ The lengths are log-normal with sigma 0.8, median 120 and at most 1,024 tokens, 
 global batches of 128 rows, at most 8 rows of 1,024 tokens at once, without evaluation or saves. A turn is one step; a
 real token is one that is no padding. train.py and batch_rebalance change which rows lie beside each other only inside a
 step; group_by_length changes the steps, packing what a row is. A step of 16 packed rows has about as many tokens as one
-of 128 documents. TRL takes part where it is installed. On a CPU attention works through packed rows as a whole, and the
+of 128 documents. best_fit packs as TRL does. On a CPU attention works through packed rows as a whole, and the
 tiny model is mostly attention: packed and unpacked compare with their own kind only.
 """
 
 import argparse
-import importlib.util
 import logging
 import sys
 import tempfile
@@ -47,7 +46,7 @@ def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
     import train
 
     new_model().save_pretrained(folder / "start")
-    rows, size = helpers.write_rows(folder / "rows", make_rows(steps)), PACKED if packing == "concat" else GLOBAL
+    rows, size = helpers.write_rows(folder / "rows", make_rows(steps)), GLOBAL if packing == "none" else PACKED
     path = helpers.write_config(folder, {
         "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
         "batch": {"global_batch_size": size, "max_micro_batch_size": MICRO},
@@ -132,6 +131,7 @@ def trl_packing(steps: int, turn: Callable, folder: Path) -> dict:
 
 CONTENDERS = {
     "train.py": partial(ours, "none"), "train.py, packed": partial(ours, "concat"),
+    "train.py, best_fit": partial(ours, "best_fit"),
     "Trainer": partial(trainer, "random"),
     "Trainer, group_by_length": partial(trainer, "group_by_length"),
     "Trainer, batch_rebalance": partial(trainer, "batch_rebalance"), "TRL, packed": trl_packing}
@@ -150,17 +150,15 @@ def main() -> int:
         steps = WARMUP + args.rounds
         contend(lambda turn: CONTENDERS[args.contender](steps, turn, args.folder))
         return 0
-    names = [name for name in CONTENDERS if not name.startswith("TRL") or importlib.util.find_spec("trl")]
-    if len(names) < len(CONTENDERS):
-        print("TRL is not installed and left out: pip install trl")
     with tempfile.TemporaryDirectory() as folder:
-        rounds, _ = compete(__file__, names, args.rounds, WARMUP, Path(folder), args.core, "--rounds", args.rounds)
+        rounds, _ = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core,
+                            "--rounds", args.rounds)
 
     def rate(name: str, clock: str, some: list[dict]) -> float:
         return sum(one[name]["count"] for one in some) / sum(one[name][clock] for one in some)
 
     print(f"{'':26}{'real tokens/s':>14}{'to Trainer':>24}{'in processor time':>24}   all rounds")
-    for name in names:
+    for name in CONTENDERS:
         ratios = [[rate(name, clock, [one]) / rate("Trainer", clock, [one]) for one in rounds]
                   for clock in ("wall", "cpu")]
         whole = rate(name, "cpu", rounds) / rate("Trainer", "cpu", rounds)
