@@ -10,7 +10,7 @@ never from how many processes there are. So a checkpoint needs no state of a sch
 1 Config, 2 Batch plan, 3 Data, 4 Model, 5 Optimizer, 6 Throughput, 7 Checkpoints, 8 Evaluation, 9 train(): start there.
 """
 import argparse, copy, ctypes, difflib, fnmatch, gc, glob, itertools, json, math, os, re, resource, shutil
-import signal, sys, sysconfig, time, warnings, zlib
+import signal, subprocess, sys, sysconfig, time, warnings, zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -464,8 +464,7 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
         kinds = {*(getattr(found, "layer_types", None) or ["full_attention"]),
                  *(getattr(found, limit, None) for limit in ("sliding_window", "index_topk"))}
         if config.attention == "sdpa" and model._supports_attention_backend and kinds == {"full_attention", None}:
-            # For a name that it does not know transformers makes no mask, which a GPU would have to wait for in each
-            # pass, as it looks at values on the host. Only packed rows need one, see compute_loss().
+            # For an unknown name transformers makes no masks, for which a GPU would wait. Packed rows get theirs below.
             transformers.AttentionInterface.register(CAUSAL, transformers.AttentionInterface()["sdpa"])
             model.set_attn_implementation(CAUSAL)
         model = add_lora(model, config.lora)
@@ -827,7 +826,8 @@ def train(argv: list[str]) -> int | None:
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
     seen, best = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0), []
-    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
+    versions = {x.__name__: str(x.__version__) for x in (torch, accelerate, transformers, datasets)} | {
+        "python": sys.version.split()[0], "git": subprocess.getoutput("git describe --always --dirty 2> /dev/null")}
     record = {"config": config.model_dump(), "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
               "plan": asdict(plan), "versions": versions}
     if found:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import platform
 import shutil
 import signal
 import time
@@ -143,6 +144,7 @@ def test_run_folder(whole):
         plan = {"num_processes": 1, "global_batch_size": 10, "micro_batch_size": 10, "grad_accum_steps": 1}
         assert manifest["plan"].items() >= plan.items()
         assert manifest["versions"]["torch"] == torch.__version__
+        assert manifest["versions"]["python"] == platform.python_version() and "git" in manifest["versions"]
         assert all(manifest["config"][section].items() >= config[section].items() for section in ("batch", "optim"))
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
         assert manifest["files"] == {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
