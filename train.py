@@ -634,7 +634,7 @@ def save_checkpoint(folder: Path, keep: int, state: dict, manifest: dict, group:
         replace_file(draft / "manifest.json", json.dumps(manifest | {"files": files}, indent=2))
         shutil.rmtree(final, ignore_errors=True)  # A damaged one of the same step, which resume passed over.
         os.replace(draft, final)
-        for old in {*sorted(folder.glob("step-*"))[:-keep]} - {folder / name for name in manifest["best"][1:]}:
+        for old in {*sorted(folder.glob("step-*"))[:-keep]} - {folder / manifest["best"][1]}:
             shutil.rmtree(old)
 
 def verify_checkpoint(folder: Path) -> dict:
@@ -644,7 +644,7 @@ def verify_checkpoint(folder: Path) -> dict:
         for name, (size, crc) in manifest["files"].items():
             if (folder / name).stat().st_size != size or zlib.crc32(np.memmap(folder / name)) != crc:
                 raise OSError(f"{folder / name} is not as it was written: its size or checksum differs")
-        return manifest
+        return {"best": [0, "none"]} | manifest  # An older script's has none.
 
 def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
     """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
@@ -825,7 +825,7 @@ def train(argv: list[str]) -> int | None:
     targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
     # Where to start.
-    seen, best = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0), []
+    seen, best = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0), [sys.float_info.max, "last step"]
     versions = {x.__name__: str(x.__version__) for x in (torch, accelerate, transformers, datasets)} | {
         "python": sys.version.split()[0], "git": subprocess.getoutput("git describe --always --dirty 2> /dev/null")}
     record = {"config": config.model_dump(), "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
@@ -833,7 +833,7 @@ def train(argv: list[str]) -> int | None:
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
-        best = manifest["best"] if (folder / "checkpoints" / "".join(manifest["best"][1:])).exists() else []
+        best = manifest["best"] if run.keep_best and (folder / "checkpoints" / manifest["best"][1]).exists() else best
         ours, theirs = (pd.json_normalize({**known["config"], "the data's fingerprint": known["data_fingerprint"]})
                         .to_dict("records")[0] for known in (record, manifest))
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
@@ -942,7 +942,7 @@ def train(argv: list[str]) -> int | None:
             meter.enter("evaluation")
             model.eval()
             line |= evaluate(model, eval_data, plan, accelerator, config.eval.max_rows)
-            if run.keep_best and line["eval/loss"] < (best or [math.inf])[0]:
+            if run.keep_best and line["eval/loss"] < best[0]:
                 best = [line["eval/loss"], f"step-{step:08d}"]
             meter.enter("sampling")
             line |= sample(bare, accelerator, tokenizer, config.eval, config.data.format == "chat", run.seed)
@@ -962,8 +962,8 @@ def train(argv: list[str]) -> int | None:
     meter.enter("checkpoint")
     saving and saving.result()
     if not stopped:
-        for name in best[1:]:
-            load_checkpoint(folder / "checkpoints" / name, model, [])
+        if (chosen := folder / "checkpoints" / best[1]).exists():
+            load_checkpoint(chosen, model, [])
         export_model(bare, accelerator, tokenizer, folder / "model")
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
@@ -971,7 +971,7 @@ def train(argv: list[str]) -> int | None:
         stopped or draw_curves(folder)
         replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
-        if stopped else f"Finished: {folder}/model ({best[1] if best else 'last step'}) loads with from_pretrained().")
+        if stopped else f"Finished: {folder}/model ({best[1]}) loads with from_pretrained().")
     accelerator.end_training()
     time.sleep(0.1)  # Gloo's threads may need Python's lock to end, and torch, waiting for them, would not release it.
     # Where another node was told to leave, torchrun starts those that stay anew if this rank fails, not if it succeeds.

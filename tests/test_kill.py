@@ -252,7 +252,7 @@ def test_killed_in_every_way(whole, tmp_path):
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
-def start_ranks(folder: Path, config: dict, *overrides, count: int = 3) -> list[subprocess.Popen]:
+def start_ranks(folder: Path, config: dict, *overrides, count: int = 2) -> list[subprocess.Popen]:
     """The ranks without a launcher, each with the environment that accelerate launch gives it: their exit statuses are
     seen, and nobody but the test signals them."""
     command = [sys.executable, ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
@@ -297,10 +297,10 @@ def slow(tmp_path_factory):
 
 
 def test_signal_to_any_rank(slow, tmp_path):
-    """SIGTERM or SIGINT to one of three ranks, or to all: all stop after the same step and exit with 0. A repetition
+    """SIGTERM or SIGINT to one of two ranks, or to both: all stop after the same step and exit with 0. A repetition
     within two seconds, by which launchers insist on nothing, is the same request."""
     done = Done(0, "", tmp_path / "run")
-    cases = [([0], signal.SIGTERM), ([1], signal.SIGINT), ([2], signal.SIGTERM), ([0, 1, 2], signal.SIGINT)]
+    cases = [([0], signal.SIGTERM), ([1], signal.SIGINT), ([0, 1], signal.SIGINT)]
     for launches, (targets, number) in enumerate(cases, start=1):
         ranks = start_ranks(tmp_path, slow)
         wait_for_step(ranks, done, launches)
@@ -310,7 +310,7 @@ def test_signal_to_any_rank(slow, tmp_path):
             time.sleep(0.03)
         outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
         assert time.monotonic() - signalled < ALLOWED_SECONDS
-        assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(outputs)
+        assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
         assert_stopped(done, outputs[0], launches)
         assert outputs[0].splitlines()[-1].startswith(f"Stopped by {number.name if 0 in targets else 'a signal'}")
         assert not any("Stopped" in output for output in outputs[1:])
@@ -346,7 +346,7 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     send([psutil.Process(rank.pid) for rank in ranks], signal.SIGINT)
     insisted = time.monotonic()
     outputs = [rank.communicate(timeout=20)[0] for rank in ranks]
-    assert time.monotonic() - insisted < 2 and [rank.returncode for rank in ranks] == [1, 1, 1], "\n".join(outputs)
+    assert time.monotonic() - insisted < 2 and [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
     assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True
     assert done.status["status"] == "running" and steps_logged(done) == [1]
 

@@ -305,3 +305,8 @@ def test_the_best_is_kept_and_exported(tmp_path):
     config["run"] |= {"max_steps": 20, "keep_best": False, "output_dir": str(tmp_path / "last")}
     last = run(tmp_path, config)
     assert last.checkpoints == ["step-00000020"] and difference(last.weights, done.weights) > 1e-3
+    # It is not asked for any more: the last step is exported again.
+    config["run"] |= {"max_steps": 20, "output_dir": str(done.folder)}
+    (done.folder / "status.json").unlink()
+    again = run(tmp_path, config)
+    assert "(last step)" in again.output and difference(again.weights, last.weights) == 0
