@@ -30,7 +30,6 @@ import accelerate
 import datasets
 import numpy as np
 import pandas as pd
-import peft
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -41,7 +40,6 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, broadcast_object_list, memory
 from filelock import FileLock
-from matplotlib.figure import Figure
 from omegaconf import OmegaConf, errors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
@@ -467,7 +465,7 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
             # For an unknown name transformers makes no masks, for which a GPU would wait. Packed rows get theirs below.
             transformers.AttentionInterface.register(CAUSAL, transformers.AttentionInterface()["sdpa"])
             model.set_attn_implementation(CAUSAL)
-        model = add_lora(model, config.lora)
+        model = add_lora(model, config.lora) if config.lora else model
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
@@ -475,8 +473,9 @@ def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size:
         module.compile()  # In place: names stay as they are.
     return model
 
-def add_lora(model: torch.nn.Module, lora: dict[str, Any] | None) -> torch.nn.Module:
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)) if lora else model
+def add_lora(model: torch.nn.Module, lora: dict[str, Any]) -> torch.nn.Module:
+    import peft  # Here, as who trains without it need not wait for it at every start.
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's targets, in float32."""
@@ -509,7 +508,8 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     attention, as it does not see into fused kernels. For a Llama: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B)."""
     with torch.device("meta"):  # peft cannot move fake tensors.
         kinds = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}  # These work without storage.
-        model = add_lora(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **kinds), lora)
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **kinds)
+        model = add_lora(model, lora) if lora else model
     fails = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
     with fails, torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
         model.to_empty(device="cpu")(input_ids=torch.ones(1, length).long(), use_cache=False).logits.sum().backward()
@@ -725,6 +725,7 @@ def sample(bare, accelerator: Accelerator, tokenizer, config: Eval, chat: bool, 
 
 def draw_curves(folder: Path) -> None:
     """curves.png from metrics.jsonl: loss and throughput against tokens."""
+    from matplotlib.figure import Figure  # Here, as only the end of a run needs it.
     lines, figure = pd.read_json(folder / "metrics.jsonl", lines=True), Figure(figsize=(12, 4.5), layout="constrained")
     loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
     for key, axes, style in ("train/loss", loss, "-"), ("eval/loss", loss, "o-"), (SHOWN[-1], speed, "-"):
@@ -957,8 +958,7 @@ def train(argv: list[str]) -> int | None:
             saving, saved = save(), step
         meter.enter("data")
         bar.update()
-    if stopped and step > saved:
-        saving = save()
+    saving = save() if stopped and step > saved else saving
     meter.enter("checkpoint")
     saving and saving.result()
     if not stopped:

@@ -68,7 +68,7 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
     with impossible, torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
-        add_lora(model, lora)(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
+        (add_lora(model, lora) if lora else model)(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
     return counter.get_total_flops() / length
 
 

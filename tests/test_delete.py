@@ -15,11 +15,9 @@ CUTS = re.search(r" {8}else:  # Cut every document.*\n((?: {12}.*\n)+)", SOURCE)
 # Of each feature: what goes whole (top-level names and lines that begin so), and pieces of text that change.
 FEATURES = {
     "LoRA": (
-        ["add_lora"], ["import peft", "lora: dict[str, Any]", "model = add_lora(model, config.lora)"],
+        ["add_lora"], ["lora: dict[str, Any]", "model = add_lora(model, config.lora)", "model = add_lora(model, lora)"],
         {"|dtype|lora)": "|dtype)", "found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, ":
-         "found: transformers.PreTrainedConfig, ", "bare.config, config.model.lora, length": "bare.config, length",
-         "add_lora(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **kinds), lora)":
-         "transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **kinds)"}),
+         "found: transformers.PreTrainedConfig, ", "bare.config, config.model.lora, length": "bare.config, length"}),
     "samples": (
         ["sample"], ["prompts: Texts", "max_new_tokens: int", "temperature: float", 'meter.enter("sampling")',
                      "line |= sample("], {}),
