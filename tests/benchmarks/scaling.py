@@ -82,7 +82,7 @@ def count_weights(found: transformers.PreTrainedConfig, model: train.Model) -> W
     """Of the model that train.py would build, without building it."""
     with torch.device("meta"):
         meta = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found))
-        meta = train.add_lora(meta, model.lora)
+        meta = train.add_lora(meta, model.lora) if model.lora else meta
     # Accelerate makes a unit of every decoder layer, of an embedding that is not also the output layer, and of the
     # final norm with the output layer. Only the last keeps what it has gathered until its backward pass.
     embedding, output = meta.get_input_embeddings(), meta.get_output_embeddings()

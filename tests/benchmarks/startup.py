@@ -28,10 +28,13 @@ PARTS = ("load_config", "start_accelerator", "load_tokenizer", "load_data", "bui
          "build_optimizer", "load_step", "find_checkpoint")
 
 
-def imports() -> str:
-    """The imports at the top of train.py, as a program."""
+def imports(modules: list[str]) -> str:
+    """A program that imports what train.py imports at its top, and then the libraries' modules that a launch had loaded
+    by its first step, in that order: transformers, for one, loads the most of itself when a model is asked for."""
     tree = ast.parse((ROOT / "train.py").read_text())
     lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines += ["import contextlib, importlib", f"for name in {modules}:", "    with contextlib.suppress(Exception):",
+              "        importlib.import_module(name)"]
     return "\n".join([*lines, "os._exit(0)"])  # As the watched launch ends: taking all down again is not start-up.
 
 
@@ -57,7 +60,8 @@ def watched(launched: float, arguments: list[str]) -> None:
     def first_step(*_):
         spent["total"] = time.time() - launched
         spent["other"] = spent["total"] * 2 - spent.total()
-        print(json.dumps(spent), flush=True)
+        files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+        print(json.dumps([spent, [name for name, file in files.items() if "site-packages" in file]]), flush=True)
         os._exit(0)
 
     for name in PARTS:
@@ -89,14 +93,14 @@ def main() -> int:
             result = function()
             return time.time() - before, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used, result
 
-        def launch() -> dict:
+        def launch() -> tuple[dict, list[str]]:
             done = run(__file__, "--config", args.config, "--launched", str(time.time()), "--run.output_dir",
                        tempfile.mkdtemp(dir=folder))
             return json.loads(done.stdout.splitlines()[-1])
 
-        launch()
-        rounds = [(timed(lambda: run("-c", imports())), timed(launch)) for _ in range(args.rounds)]
-        trace = run("-X", "importtime", "-c", imports()).stderr
+        _, modules = launch()
+        rounds = [(timed(lambda: run("-c", imports(modules))), timed(launch)) for _ in range(args.rounds)]
+        trace = run("-X", "importtime", "-c", imports(modules)).stderr
     print(f"{args.rounds} rounds, load {os.getloadavg()[0]:.1f}; medians, of the ratio also the least and the greatest")
     print(f"{'':16}{'imports alone':>16}{'to first step':>16}{'ratio':>24}")
     for i, clock in enumerate(("wall", "processor")):
@@ -104,7 +108,7 @@ def main() -> int:
         ratio = launched / bare
         print(f"{clock + ', seconds':16}{np.median(bare):16.2f}{np.median(launched):16.2f}"
               f"{f'{np.median(ratio):.2f} [{min(ratio):.2f}, {max(ratio):.2f}]':>24}")
-    rounds = [parts for _, (_, _, parts) in rounds]
+    rounds = [parts for _, (_, _, (parts, _)) in rounds]
     medians = {name: np.median([parts[name] for parts in rounds]) for name in rounds[0] if name != "total"}
     print("launch to first step, by part, wall seconds")
     for name, seconds in sorted(medians.items(), key=lambda item: -item[1]):
