@@ -44,11 +44,11 @@ from omegaconf import OmegaConf, errors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 
 accelerate.optimizer.is_lomo_available = lru_cache(accelerate.optimizer.is_lomo_available)  # It searches the disk.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 CAUSAL = "sdpa_causal"  # transformers' sdpa without its masks, see build_model().
 
@@ -82,7 +82,7 @@ class Run(Section):
     save_every: int = doc(100, "Steps between checkpoints; 0: only after the last step.", ge=0)
     keep_checkpoints: int = doc(2, "Checkpoints kept; older ones go once a newer one is complete.", gt=0)
     keep_best: bool = doc(False, "Also save and keep that of the lowest evaluation loss, and export its model.")
-    resume: str = doc("auto", "auto: from the newest complete checkpoint; never: refuse to; or a checkpoint's folder.")
+    resume: str = doc("auto", "auto: from the newest checkpoint; never: refuse; or a checkpoint's folder to start at.")
     init_from: str | None = doc(None, "Checkpoint folder whose weights start this run at step 0.")
     allow_changes: bool = doc(False, "Continue although the config changes the mathematics of the started run.")
     max_skipped_steps: int = doc(0, "Updates in a row that may be skipped for a number not finite.", ge=0)
@@ -104,7 +104,7 @@ class Data(Source):
     format: Literal["text", "chat", "tokens"] = doc("text", "Documents; role and content lists; input_ids and labels.")
     column: str | None = doc(None, "Column of the documents; by default text, messages or input_ids.")
     chat_template: str | None = doc(None, "File with a Jinja chat template, in place of the tokenizer's.")
-    tokenizer: str = doc("bytes", "Hub name or folder of a tokenizer; bytes: UTF-8 bytes, needs no files.")
+    tokenizer: str | None = doc(None, "Hub name or folder, or bytes (UTF-8); null: of model.pretrained, or bytes.")
     sequence_length: int = doc(512, "Most tokens in a row; longer documents continue in further rows.", ge=2)
     packing: Literal["none", "concat", "best_fit"] = doc("concat", "A document per row; joined and cut; or kept whole.")
     eval_fraction: float = doc(0.0, "Share of the documents held out for evaluation (or eval_source).", ge=0, lt=1)
@@ -159,9 +159,8 @@ class Config(Section):
                 f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are")
         require(data.path or not data.name and data.split == "train", "data.name and data.split go with data.path")
         require(not (data.eval_source and data.eval_fraction), "give at most one of data.eval_fraction and eval_source")
-        for name, *choices in (("run", "max_steps", "max_epochs", "max_tokens"), ("data", "path", "files"),
-                               ("batch", "global_batch_size", "global_batch_tokens"),
-                               ("model", "pretrained", "architecture")):
+        for name, *choices in (("run", "max_steps", "max_epochs", "max_tokens"), ("data", "path", "files"), (
+                "batch", "global_batch_size", "global_batch_tokens"), ("model", "pretrained", "architecture")):
             given = sum(bool(getattr(getattr(self, name), choice)) for choice in choices)
             require(given == 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others")
         return self
@@ -170,7 +169,7 @@ class Config(Section):
         return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
 
 # Settings that may differ between a checkpoint and the run that continues it: they do not change the mathematics.
-HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(?!pre|arch|dtype|lora)).*")
+HARMLESS = re.compile(r"(run\.(?!seed)|batch\.(max_micro|sync)|eval\.|perf\.|model\.(trust|atten|grad|chunk|comp)).*")
 
 def config_fields() -> dict[str, Any]:
     return {f"{section}.{name}": field for section, holder in Config.model_fields.items()
@@ -179,18 +178,21 @@ def config_fields() -> dict[str, Any]:
 def help_text() -> str:
     text = f"{__doc__}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
     for path, info in config_fields().items():
-        kind = re.sub(r"\w+\.(?=[A-Z])|<class '|'>|Annotated\[(\w+).*?\)\]", r"\1", str(info.annotation))
+        kind = re.sub(r"\w+\.(?=[A-Z])|<class '|'>|Annotated\[(\w+).*?\)\]\)\]", r"\1", str(info.annotation))
         text += f"\n  --{path}  {kind}, default {json.dumps(info.default)}\n      {info.description}"
     return text
 
 def describe(error: ValidationError) -> str:
     """A line per problem: dotted path, what is wrong, what was given, and the nearest name for an unknown key."""
-    problems, known = {}, [*config_fields(), *Config.model_fields]
+    problems, known = {}, config_fields()
     branch = re.compile(r"constrained-int|int|literal.*|function-.*|list.*")  # pydantic's names for parts of a union.
     for problem in error.errors():
         path = ".".join(name for name in map(str, problem["loc"]) if not branch.fullmatch(name))
-        near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]]
-        near += difflib.get_close_matches(path.replace("eval_source.", ""), known)
+        section, _, key = path.replace("eval_source.", "").rpartition(".")
+        inside = [name.split(".")[1] for name in known if name.startswith(f"{section}.")]
+        near = [name for name in known if name.split(".")[1] == key]
+        near += [f"{section}.{name}" for name in difflib.get_close_matches(key, inside, cutoff=0.2)]  # lr is one.
+        near += difflib.get_close_matches(path, [*known, *Config.model_fields])
         hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
         text = {"extra_forbidden": f"unknown key; {hint}", "value_error": str(problem.get("ctx", {}).get("error"))}
         problems.setdefault(path, []).append(text.get(problem["type"], f"{problem['msg']}, not {problem['input']!r}"))
@@ -203,11 +205,11 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
     parser.add_argument("--plan", nargs="+", type=int, default=[])
     try:  # OmegaConf reads YAML as people do: 1e-4 is a number (a string in YAML 1.1), and no key is given twice.
         args, rest = parser.parse_known_args(argv)
-        require(args.config and min(args.plan, default=1) > 0, "give --config FILE, and counts of at least 1 to --plan")
+        require(args.config and min(args.plan, default=1) > 0, "give --config FILE, --plan at least 1; see --help")
         settings = OmegaConf.load(where := args.config)
         words = [word for option in rest for word in (option.split("=", 1) if option.startswith("--") else [option])]
-        for name, value in zip(words[::2], [*words[1::2], None]):
-            where = f"{name} {value}"
+        for name, value in zip(words[::2], [*words[1::2], ""]):
+            where = f"{name} {value}".strip()
             known = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name) and not (value or "--").startswith("--")
             require(known, "not --section.field VALUE")
             settings.merge_with_dotlist([f"{name[2:]}={value}"])
@@ -227,7 +229,6 @@ class Plan:
     micro_batch_size: int
     grad_accum_steps: int
     tokens_per_step: int
-    @property
     def idle_share(self) -> float:
         """Mean share of a step in which a rank waits for those with one row more."""
         rows_per_rank = self.global_batch_size / self.data_parallel_size
@@ -248,14 +249,13 @@ def plan_batch(global_batch_size: int, max_micro_batch_size: int, num_processes:
                group: int = 1) -> Plan:
     """As few passes as memory allows, then as even as possible. `group` ranks share their rows (model parallelism)."""
     require(not num_processes % group, f"{num_processes} processes form no groups of {group}; a multiple of {group} do")
-    rows = -(-global_batch_size // (num_processes // group))
+    rows, tokens = -(-global_batch_size // (num_processes // group)), global_batch_size * sequence_length
     steps = -(-rows // max_micro_batch_size)
-    return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps,
-                global_batch_size * sequence_length)
+    return Plan(num_processes, num_processes // group, global_batch_size, -(-rows // steps), steps, tokens)
 
 def plan_table(plans: list[Plan]) -> str:
     return pd.DataFrame([{name: f"{value:,}" for name, value in asdict(plan).items()} | {
-        "idle": f"{plan.idle_share:.1%}", "nearest_even": plan.even_neighbours() if plan.idle_share else "is even"}
+        "idle": f"{plan.idle_share():.1%}", "nearest_even": plan.even_neighbours() if plan.idle_share() else "is even"}
         for plan in plans]).rename(columns=lambda name: re.sub("^num_|_size$|_steps$", "", name)).to_string(index=False)
 
 # 3. Data --------------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def load_source(source: Source) -> datasets.Dataset:
     builders = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
     kinds = {builders.get(Path(file).suffix, "text"): Path(file).suffix for file in files}
     require(len(kinds) < 2, f"data.files: {' and '.join(kinds.values())} files do not mix; choose by a pattern")
-    with explained(f"data: cannot load {path or files[0]}", path):
+    with explained(f"data: cannot load {path or files[0]}" + f" or {len(files) - 1} others" * bool(files[1:]), path):
         for builder in kinds:
             options = {"sample_by": "document"} if builder == "text" else {}  # Otherwise a document per line.
             return datasets.load_dataset(builder, data_files=files, split="train", **options)
@@ -331,7 +331,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer) -> datasets.D
     with explained(f"data: cannot use column {column!r} as {config.format}"):
         return documents.map(tokenize_chat if config.format == "chat" else tokenize_text, batched=True, batch_size=64,
                              fn_kwargs={"column": column, "tokenizer": tokenizer}, remove_columns=columns,
-                             num_proc=min(len(os.sched_getaffinity(0)), len(documents) // 64) or None, desc="Tokenize")
+                             num_proc=min(CORES, len(documents) // 64) or None, desc="Tokenize")
 
 class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them. Row r is pieces first[r] to first[r + 1] - 1
@@ -423,11 +423,11 @@ def load_step(step: int, data: Dataset, plan: Plan, rank: int, vocab_size: int, 
     return [collate(batch, device) for batch in micro_batches], {name: int(count) for name, count in counts.items()}
 
 # 4. Model -------------------------------------------------------------------------------------------------------------
-def load_tokenizer(config: Data, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase:
-    name, template = config.tokenizer, config.chat_template
-    with explained(f"data.tokenizer or data.chat_template: cannot load {name}", name):
+def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase:
+    name, template = config.tokenizer or model.pretrained or "bytes", config.chat_template
+    with explained(f"data.tokenizer (null: model.pretrained) or data.chat_template: cannot load {name}", name):
         tokenizer = transformers.ByT5Tokenizer() if name == "bytes" else transformers.AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code)
+            name, trust_remote_code=model.trust_remote_code)
         tokenizer.chat_template = Path(template).read_text() if template else tokenizer.chat_template
         return tokenizer
 
@@ -575,7 +575,7 @@ class Meter:
         """The perf/ metrics since the last call, None where no whole step lies in between."""
         self.enter(self.phase)
         seconds, count, device = self.seconds - self.window[0], self.counts - self.window[1], Counter()
-        busy = sum(seconds[phase] for phase in TRAINING)
+        busy, tokens = sum(seconds[phase] for phase in TRAINING), count["tokens"]
         for (phase, start), (_, end) in itertools.pairwise(self.events):
             end.synchronize()
             device[phase] += start.elapsed_time(end) * (phase in TRAINING)
@@ -583,9 +583,8 @@ class Meter:
             seconds[phase] = busy * device[phase] / device.total()
             self.seconds[phase] = self.window[0][phase] + seconds[phase]
         self.window, self.events = (self.seconds.copy(), self.counts.copy()), self.events[-1:]
-        ratios = {"tokens_per_second": (count["tokens"], busy),
-                  "tokens_per_second_per_device": (count["tokens"], busy * num_processes),
-                  "micro_step_tokens_per_second_per_device": (count["tokens"], seconds["micro_steps"] * num_processes),
+        ratios = {"tokens_per_second": (tokens, busy), "tokens_per_second_per_device": (tokens, busy * num_processes),
+                  "micro_step_tokens_per_second_per_device": (tokens, seconds["micro_steps"] * num_processes),
                   "real_tokens_per_second": (count["real_tokens"], busy), "rows_per_second": (count["rows"], busy),
                   "step_seconds": (busy, count["step"]), "data_seconds": (seconds["data"], count["step"]),
                   "mfu": (count["real_tokens"] * flops, busy * num_processes * (peak or 0))}  # Padding is no use.
@@ -606,13 +605,13 @@ def profile(profiler: torch.profiler.profile, steps: list[int], step: int, folde
         profiler.stop()
         profiler.export_chrome_trace(str(folder / "profile.json.gz"))
         gpu and torch.cuda.memory._dump_snapshot(folder / "memory.pickle")
-        say(f"Open {folder}/profile.json.gz in ui.perfetto.dev, memory.pickle in docs.pytorch.org/memory_viz")
+        say(f"Open {folder}/profile.json.gz in ui.perfetto.dev" + gpu * "; memory.pickle: docs.pytorch.org/memory_viz")
 
 # 7. Checkpoints and the run folder ------------------------------------------------------------------------------------
 def replace_file(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text)
+    draft.write_text(text if text.endswith("\n") or not text else text + "\n")
     os.replace(draft, path)
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
@@ -635,7 +634,7 @@ def save_checkpoint(folder: Path, keep: int, state: dict, manifest: dict, group:
         shutil.rmtree(final, ignore_errors=True)  # A damaged one of the same step, which resume passed over.
         os.replace(draft, final)
         for old in {*sorted(folder.glob("step-*"))[:-keep]} - {folder / manifest["best"][1]}:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(folder / ".old.tmp"))  # What is half removed has a hidden name.
 
 def verify_checkpoint(folder: Path) -> dict:
     """The manifest. Raises UserError that names the file that is missing, cut short or altered."""
@@ -644,13 +643,14 @@ def verify_checkpoint(folder: Path) -> dict:
         for name, (size, crc) in manifest["files"].items():
             if (folder / name).stat().st_size != size or zlib.crc32(np.memmap(folder / name)) != crc:
                 raise OSError(f"{folder / name} is not as it was written: its size or checksum differs")
-        return {"best": [0, "none"]} | manifest  # An older script's has none.
+        return manifest
 
 def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
     """The checkpoint to continue from and its manifest: the newest undamaged one; None to start at step 0."""
     found, damage = sorted(folder.glob("step-*"), reverse=True), None
     require(resume != "never" or not found, f"run.resume is never, but {folder} exists; choose another run.output_dir")
-    for checkpoint in found if resume in ("auto", "never") else [Path(resume)]:
+    require(not found or folder not in Path(resume).parents, "run.resume: to go back, choose another run.output_dir")
+    for checkpoint in found if found or resume in ("auto", "never") else [Path(resume)]:
         try:
             return checkpoint, verify_checkpoint(checkpoint)
         except UserError as error:
@@ -699,6 +699,7 @@ class Stop:
 @torch.no_grad()
 def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
     """The mean loss over all target tokens of the evaluation rows, split as if they were one step."""
+    model.eval()
     rows = np.arange(min(len(data), max_rows or len(data)))
     lengths, targets = data.sizes(rows)
     plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
@@ -747,7 +748,7 @@ def start_accelerator(config: Config) -> Accelerator:
         library.utils.logging.disable_progress_bar()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # Whatever the machine has, accelerate launch says 1.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     launched, spread = int(os.environ.get("WORLD_SIZE", 1)), DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accumulation = GradientAccumulationPlugin(1, None, False, sync_each_batch=config.batch.sync_each_micro_step)
     with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
@@ -779,7 +780,7 @@ def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator
     return int(accelerator.gather(found).min())
 
 def train(argv: list[str]) -> int | None:
-    if "--help" in argv:
+    if {"--help", "-h"} & {*argv}:
         return print(help_text())
     config, process_counts = load_config(argv)
     run, length, limit = config.run, config.data.sequence_length, config.batch.max_micro_batch_size
@@ -797,7 +798,7 @@ def train(argv: list[str]) -> int | None:
     [found] = broadcast_object_list([find_checkpoint(run.resume, folder / "checkpoints") if rank == 0 else None])
     require((folder / ".lock").exists(), f"run.output_dir {folder} is another folder on this machine; share one")
     # The data, tokenized once per machine by the process that gets the lock; the others wait outside any collective.
-    tokenizer = load_tokenizer(config.data, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.data, config.model)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "train.lock")):
         train_data, eval_data = load_data(config.data, tokenizer, run.seed)
     # The model, wrapped as the launcher file says.
@@ -818,31 +819,29 @@ def train(argv: list[str]) -> int | None:
     plan = plan_batch(config.global_batch_size, limit, ranks, length)
     accelerator.gradient_accumulation_steps = plan.grad_accum_steps
     steps_per_epoch = len(train_data) / plan.global_batch_size
-    require(steps_per_epoch >= 1, f"data: {len(train_data)} rows, and a global batch is {plan.global_batch_size}; "
-            "give more data, a smaller batch or a smaller data.sequence_length")
+    require(steps_per_epoch >= 1, f"data: {len(train_data)} rows; lower the global batch of {plan.global_batch_size}")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
                                            run.max_epochs * steps_per_epoch - 1e-9)
-    require(config.optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds run.max_steps, {max_steps:,} steps")
+    require(config.optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds run.max_steps; at most {max_steps}")
     targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
-    require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token in it")
+    require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token: roles, labels")
     # Where to start.
     seen, best = Counter(step=0, rows=0, tokens=0, real_tokens=0, target_tokens=0), [sys.float_info.max, "last step"]
     versions = {x.__name__: str(x.__version__) for x in (torch, accelerate, transformers, datasets)} | {
         "python": sys.version.split()[0], "git": subprocess.getoutput("git describe --always --dirty 2> /dev/null")}
-    record = {"config": config.model_dump(), "max_steps": max_steps, "data_fingerprint": train_data.fingerprint(),
-              "plan": asdict(plan), "versions": versions}
+    ours = pd.json_normalize(config.model_dump() | {"data fingerprint": train_data.fingerprint()}).to_dict("records")[0]
+    record = {"config": ours, "max_steps": max_steps, "plan": asdict(plan), "versions": versions}
     if found:
         checkpoint, manifest = found
         seen = Counter({name: manifest[name] for name in seen})
         best = manifest["best"] if run.keep_best and (folder / "checkpoints" / manifest["best"][1]).exists() else best
-        ours, theirs = (pd.json_normalize({**known["config"], "the data's fingerprint": known["data_fingerprint"]})
-                        .to_dict("records")[0] for known in (record, manifest))
+        theirs = manifest["config"]
         changed = [f"  {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now" for name in ours | theirs
                    if ours.get(name) != theirs.get(name) and not HARMLESS.fullmatch(name)]
         require(run.allow_changes or not changed, "\n".join([f"{checkpoint} is of another config:", *changed,
             "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"]))
         if seen["step"] >= max_steps and any('"finished"' in file.read_text() for file in folder.glob("status.json")):
-            return say(f"Finished already: {folder} holds all {max_steps:,} steps. Give more, or a new run.output_dir.")
+            return say(f"Finished already: {folder} holds all {max_steps:,} steps. Add steps, or a new run.output_dir.")
         load_checkpoint(checkpoint, model, [optimizer.optimizer])
         say(f"Continuing after step {seen['step']:,} from {checkpoint}, on the schedule of {max_steps:,} steps.")
     elif run.init_from:
@@ -851,7 +850,7 @@ def train(argv: list[str]) -> int | None:
     last_good = torch.tensor(float(step := seen["step"]), device=device)
     groups = [dist.new_group(backend="gloo") if ranks > 1 else None for _ in ("stop", "save")]
     stop, saving, saved, pool = Stop(groups[0]), None, step, ThreadPoolExecutor(1)
-    stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # Copies to the host, pinned and at once from a GPU.
+    stager = dcp.staging.DefaultStager(dcp.staging.StagingOptions(gpu, False, False, gpu))  # To pinned host memory
     def write(values: dict[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         if rank == 0:
@@ -878,24 +877,23 @@ def train(argv: list[str]) -> int | None:
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        file = folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]  # Others recur.
-        replace_file(file, "".join(line + "\n" for line in kept))
-        replace_file(folder / "config.yaml", yaml.safe_dump(record["config"] | {"versions": versions}))
+        (metrics := folder / "metrics.jsonl").touch()
+        lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        replace_file(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))  # Others recur.
+        replace_file(folder / "config.yaml", yaml.safe_dump(config.model_dump()) + f"# {json.dumps(versions)}\n")
         replace_file(folder / "status.json", json.dumps({"status": "running", "step": step}))
-    accelerator.init_trackers("tensorboard", {k: str(v[0]) for k, v in pd.json_normalize(record["config"]).items()})
+    accelerator.init_trackers("tensorboard", {name: str(value) for name, value in ours.items()})
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
     say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
         f"{steps_per_epoch:,.1f} steps per epoch\nModel: {bare.num_parameters():,} parameters, {flops / 1e6:,.1f} "
-        f"MFLOPs per token\nThe loss is on: {tokenizer.decode(targets[targets >= 0])!r}")
-    if any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
+        f"MFLOPs per token\nIn the loss is, for example: {tokenizer.decode(targets[targets >= 0])!r}")
+    rates = [getattr(bare.config, name, 0) for name in ("attention_dropout", "activation_dropout", "dropout")]
+    if any(rates) or any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
     bar, stopped = tqdm(total=max_steps, initial=step, disable=rank > 0 or not sys.stderr.isatty(), unit="step"), False
     reseed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed  # Faster.
-    profiler, profiled = torch.profiler.profile(), rank == 0 and config.perf.profile_steps or [0, 0]
+    profiler, profiled = torch.profiler.profile(), sorted(config.perf.profile_steps or [0, 0]) if rank == 0 else [0, 0]
     profile(profiler, profiled, step, folder, gpu)
-    meter.enter("data")
     while step < max_steps and not (stopped := stop.agreed()):
         step, (micro_batches, counts) = step + 1, upcoming.pop(0)
         for group in optimizer.param_groups:
@@ -911,18 +909,18 @@ def train(argv: list[str]) -> int | None:
                     # Wanted is the gradient of the sum of micro_loss over all ranks and micro-steps, / target_tokens.
                     # backward() divides by grad_accum_steps and the wrapper averages over ranks, so both multiply here.
                     accelerator.backward(micro_loss * (plan.grad_accum_steps * ranks / counts["target_tokens"]))
+            meter.enter("optimizer")
+            if ranks > 1:
+                dist.all_reduce(loss)
+            grad_norm = accelerator.clip_grad_norm_(parameters, config.optim.max_grad_norm or math.inf)
+            grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
+            last_good = guard(optimizer.optimizer, step, loss + grad_norm, last_good, run.max_skipped_steps)
+            optimizer.step()
         except RuntimeError as error:
             if not memory.should_reduce_batch_size(error):
                 raise
             raise MemoryError(f"out of memory in step {step}: set batch.max_micro_batch_size to "
                               f"{max(1, plan.micro_batch_size // 2)} or less; the result will be the same") from error
-        meter.enter("optimizer")
-        if ranks > 1:
-            dist.all_reduce(loss)
-        grad_norm = accelerator.clip_grad_norm_(parameters, config.optim.max_grad_norm or math.inf)
-        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm  # Sharded by FSDP2.
-        last_good = guard(optimizer.optimizer, step, loss + grad_norm, last_good, run.max_skipped_steps)
-        optimizer.step()
         optimizer.optimizer.zero_grad(set_to_none=model is bare)  # DDP's are views of its buckets, which stay.
         meter.count(counts)
         seen.update(counts)
@@ -937,11 +935,10 @@ def train(argv: list[str]) -> int | None:
             line |= {"train/learning_rate": group["lr"], "train/epoch": step / steps_per_epoch,
                      "train/skipped_steps": step - int(next(iter(optimizer.state.values()))["step"]), "train/rows":
                      seen["rows"], "train/target_tokens": seen["target_tokens"], **meter.rates(ranks, flops, peak)}
-            line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if gpu else
-                                            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            line["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated(device) if gpu else peak_bytes) / 2**30
         if eval_data and (last or run.eval_every and step % run.eval_every == 0):
             meter.enter("evaluation")
-            model.eval()
             line |= evaluate(model, eval_data, plan, accelerator, config.eval.max_rows)
             if run.keep_best and line["eval/loss"] < best[0]:
                 best = [line["eval/loss"], f"step-{step:08d}"]
@@ -952,15 +949,18 @@ def train(argv: list[str]) -> int | None:
         profile(profiler, profiled, step, folder, gpu)
         if line:
             write({"train/tokens": seen["tokens"]} | line)
-            shown = "  ".join(f"{name} {line[name]:,.4g}" for name in SHOWN if line.get(name) is not None)
-            say(f"step {step:,}/{max_steps:,}  {shown}")
+            shown = [(name, line[name]) for name in SHOWN if line.get(name) is not None]
+            say(f"step {step:,}/{max_steps:,}" + "".join(f"  {k} {v:{',.0f' if v > 999 else '.4g'}}" for k, v in shown))
         if last or run.save_every and step % run.save_every == 0 or f"step-{step:08d}" in best:
             saving, saved = save(), step
         meter.enter("data")
         bar.update()
+    if step < profiled[1]:  # What there is so far: a process that ends while it is profiled crashes.
+        profile(profiler, [0, step], step, folder, gpu)
     saving = save() if stopped and step > saved else saving
     meter.enter("checkpoint")
     saving and saving.result()
+    accelerator.wait_for_everyone()  # The main process may still be naming it.
     if not stopped:
         if (chosen := folder / "checkpoints" / best[1]).exists():
             load_checkpoint(chosen, model, [])

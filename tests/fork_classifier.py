@@ -16,7 +16,7 @@ CHANGED = {
     "rank: int, vocab_size: int, device": "rank: int, device",
     'np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))':
         "np.zeros(65, int)",
-    "The loss is on: {tokenizer.decode(targets[targets >= 0])!r}": "A row is of class {targets.item()}",
+    "In the loss is, for example: {tokenizer.decode(targets[targets >= 0])!r}": "A row is of class {targets.item()}",
 }
 DELETED = (
     "needed = len(tokenizer)", "vocab_size = bare", "if vocab_size >", "model.resize_token_embeddings(",
@@ -41,7 +41,7 @@ class Dataset:
         return self.lengths[rows], np.ones(len(rows), int)
 
 
-def load_tokenizer(config: Data, trust_remote_code: bool) -> None:
+def load_tokenizer(config: Data, model: Model) -> None:
     """Pixels need none."""
 
 
@@ -75,6 +75,7 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
 @torch.no_grad()
 def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
     """The mean loss over the evaluation images and the share whose class is found, each of them on one rank."""
+    model.eval()
     rows, sums = np.arange(min(len(data), max_rows or len(data))), 0
     plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
     own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in plan.split(rows))

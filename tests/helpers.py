@@ -188,8 +188,8 @@ def tiny_config(folder: Path) -> dict:
     return {
         "run": {"max_steps": 30, "seed": 7, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
         "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
-        "data": {"path": str(rows), "format": "tokens", "packing": "none", "sequence_length": 24,
-                 "eval_source": {"path": str(held_out)}},
+        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": "none",
+                 "sequence_length": 24, "eval_source": {"path": str(held_out)}},
         "model": {"pretrained": str(tiny_model(folder / "start"))},
         "optim": {"learning_rate": 0.005, "warmup_steps": 5, "schedule": "cosine", "min_learning_rate_ratio": 0.1,
                   "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-5, "max_grad_norm": 1.1},

@@ -21,7 +21,8 @@ def hub(tmp_path_factory):
     """In place of the Hub: a model, a tokenizer, and data of each format, from texts that can be learned."""
     folder = tmp_path_factory.mktemp("hub")
     tiny_model(folder / "model")
-    byte_tokenizer(folder / "tokenizer", None)
+    for name in "tokenizer", "model":  # That of a pretrained model is taken without being named.
+        byte_tokenizer(folder / name, None)
     words = "one two three four five six".split()
     # With its end token a text is three rows of 64, so that there is one shape to compile.
     texts = [" ".join(words[at % 6] for at in range(start, start + 60))[:191] for start in range(150)]
@@ -45,7 +46,7 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
         config["data"]["eval_source"] = {"files": [str(hub / kind / "held-out")]}
     else:
         config["data"]["eval_fraction"] = 0.1  # Of 150 documents, not of millions.
-    if config["data"]["tokenizer"] != "bytes":
+    if config["data"]["tokenizer"]:
         config["data"]["tokenizer"] = str(hub / "tokenizer")
     if config["model"]["pretrained"]:
         config["model"]["pretrained"] = str(hub / "model")
@@ -64,7 +65,7 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     assert all(len(done.logged(f"eval/sample_{i}")) == 2 for i in range(len(config["eval"]["prompts"])))
     assert (done.folder / "curves.png").exists() and list((done.folder / "tensorboard").rglob("events*"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
-    assert bool(tokenizer.chat_template) == (kind == "messages")
+    assert bool(tokenizer.chat_template) == (kind == "messages") and tokenizer.is_fast == (file.stem != "small")
     adapted = (done.folder / "model" / "adapter_model.safetensors").exists()
     assert adapted == bool(config["model"]["lora"])
     assert adapted or done.weights

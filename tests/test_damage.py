@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 import threading
 import time
 
@@ -208,9 +209,18 @@ def limit_memory(monkeypatch, rows, where="forward"):
     def after(call, logits):
         if where == "backward" and len(logits) > rows:
             logits.register_hook(no_memory)
+        widths.append(len(logits))
         return logits
 
+    def update(*args, **options):
+        if where == "optimizer" and widths[-1] > rows:
+            no_memory()
+        return adam(*args, **options)
+
+    module, widths = sys.modules["torch.optim.adam"], []  # torch.optim hides its name.
+    adam = module.adam
     patch_forward(monkeypatch, before, after)
+    monkeypatch.setattr(module, "adam", update)
 
 
 @pytest.mark.parametrize("rows, where, micro_batch_size", [
@@ -235,7 +245,7 @@ def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):
     assert len(re.findall("^error: .*one row.*data.sequence_length", done.output, re.MULTILINE)) == 1
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])  # Whose state is made in the first step.
 def test_out_of_memory_while_training(whole, tmp_path, monkeypatch, where):
     limit_memory(monkeypatch, 5, where)
     done = helpers.run(tmp_path, whole[0], expect=1)
@@ -279,6 +289,24 @@ def test_disk_full_while_saving(whole, copy, tmp_path):
     assert_disk_full(done, ["step-00000002", "step-00000004"])
     assert not (done.folder / "model").exists()
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_what_is_half_removed_is_no_checkpoint(whole, tmp_path, monkeypatch):
+    """Interrupted after the first file, where an older checkpoint goes: those that are listed are complete."""
+    config, rmtree = {**whole[0], "run": whole[0]["run"] | {"keep_checkpoints": 1}}, shutil.rmtree
+
+    def interrupted(folder, *args, **options):
+        if folder.exists():
+            next(folder.glob("*.safetensors")).unlink()
+            raise OSError("interrupted")
+
+    monkeypatch.setattr(train.shutil, "rmtree", interrupted)
+    done = helpers.run(tmp_path, config, expect=1)
+    listed = list((done.folder / "checkpoints").glob("step-*"))
+    assert "interrupted" in done.output and leftovers(done.folder) and listed and all(map(complete, listed))
+    monkeypatch.setattr(train.shutil, "rmtree", rmtree)
+    done = helpers.run(tmp_path, config)
+    assert done.checkpoints == ["step-00000006"] and same(done.weights, whole[1].weights)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
@@ -359,17 +387,17 @@ ONE_RANK = """
 import os, runpy, sys, pytest
 sys.path[:0] = {path}
 import test_damage
-if os.environ["RANK"] == "1":
+if os.environ["RANK"] == "{rank}":
     {patch}
 runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def launch(tmp_path, patch, config, *overrides, expect):
-    """Two processes through the launcher, with `patch` executed on rank 1 before train.py."""
+def launch(tmp_path, patch, config, *overrides, expect, rank=1):
+    """Two processes through the launcher, with `patch` executed on one rank before train.py."""
     script = tmp_path / "train_patched.py"
     path = [str(helpers.ROOT / "tests"), str(helpers.ROOT)]
-    script.write_text(ONE_RANK.format(path=path, patch=patch, script=str(helpers.ROOT / "train.py")))
+    script.write_text(ONE_RANK.format(path=path, rank=rank, patch=patch, script=str(helpers.ROOT / "train.py")))
     done = helpers.launch(tmp_path, config, *overrides, processes=2, expect=expect, script=script)
     return done, re.findall("^error: .*", done.output, re.MULTILINE)
 
@@ -393,3 +421,18 @@ def test_out_of_memory_on_one_rank(whole, tmp_path):
     done, messages = launch(tmp_path, patch, whole[0], expect=1)
     assert len(messages) == 1 and "max_micro_batch_size" in messages[0]
     assert "Connection closed" not in done.output
+
+
+def slow_rename(monkeypatch):
+    """The main process takes a second to give a checkpoint its name, as one does that has large files to read."""
+    replace = train.os.replace
+    monkeypatch.setattr(train.os, "replace", lambda old, new: time.sleep("step-" in str(new)) or replace(old, new))
+
+
+def test_other_ranks_wait_for_the_best_checkpoint(whole, tmp_path):
+    """The last step is the best. No rank looks for it before the main process has given it its name."""
+    patch = "test_damage.slow_rename(pytest.MonkeyPatch())"
+    done, messages = launch(tmp_path, patch, whole[0], "--run.keep_best", "true", expect=0, rank=0)
+    losses = done.logged("eval/loss")
+    assert not messages and losses and min(losses) == losses[-1] and "(step-00000006)" in done.output
+    assert all(torch.allclose(done.weights[k], v, rtol=0, atol=1e-5) for k, v in whole[1].weights.items())

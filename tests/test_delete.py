@@ -16,7 +16,7 @@ CUTS = re.search(r" {8}else:  # Cut every document.*\n((?: {12}.*\n)+)", SOURCE)
 FEATURES = {
     "LoRA": (
         ["add_lora"], ["lora: dict[str, Any]", "model = add_lora(model, config.lora)", "model = add_lora(model, lora)"],
-        {"|dtype|lora)": "|dtype)", "found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, ":
+        {"found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, ":
          "found: transformers.PreTrainedConfig, ", "bare.config, config.model.lora, length": "bare.config, length"}),
     "samples": (
         ["sample"], ["prompts: Texts", "max_new_tokens: int", "temperature: float", 'meter.enter("sampling")',

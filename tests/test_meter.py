@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import run, tiny_config
+from helpers import launch, run, tiny_config
 
 import train
 
@@ -245,6 +245,15 @@ def test_profile(tmp_path):
     assert names["Optimizer.step#AdamW.step"] == 2 and names["aten::linear"] > 2
     again = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 8, "--perf.profile_steps", "[3, 7]")
     assert "perfetto" not in again.output  # It began after step 5: half a profile would mislead.
+
+
+def test_profile_of_more_steps_than_there_are(tmp_path):
+    """Given the wrong way round, too: what there is. A process that is still profiled when it ends would crash."""
+    done = launch(tmp_path, tiny_config(tmp_path), "--run.max_steps", 6, "--perf.profile_steps", "[9, 5]")
+    assert done.status["status"] == "finished"
+    with gzip.open(done.folder / "profile.json.gz") as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    assert names["Optimizer.step#AdamW.step"] == 2
 
 
 # Peak FLOP/s ---------------------------------------------------------------------------------------------------------

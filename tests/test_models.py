@@ -186,3 +186,15 @@ def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
         assert ("Dropout is on" in done.output) == bool(share)
         losses += done.losses
     assert abs(losses[1] - losses[0]) > 1e-3
+
+
+def test_dropout_that_is_no_module_is_told(tmp_path):
+    """That of a Llama is a number that its attention uses."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 1}
+    config["optim"]["warmup_steps"] = 0
+    folder = tiny_model(tmp_path / "start")
+    found = transformers.AutoConfig.from_pretrained(folder)
+    found.attention_dropout = 0.5
+    found.save_pretrained(folder)
+    assert "Dropout is on" in run(tmp_path, config).output

@@ -79,7 +79,7 @@ def test_positions_keep_documents_apart(tmp_path, attention):
         joint = model(ids, position_ids=torch.arange(6).repeat(2)[None], use_cache=False).logits[0]
         apart = model(ids.view(2, 6), use_cache=False).logits.flatten(0, 1)
     assert torch.allclose(joint, apart, rtol=0, atol=1e-5), (
-        "transformers no longer makes masks of position_ids: packed documents see each other, see check_packing()")
+        "transformers no longer makes masks of position_ids: packed documents see each other, see check_loss()")
 
 
 def test_an_unknown_attention_gets_no_mask():
@@ -98,4 +98,4 @@ def test_an_unknown_attention_gets_no_mask():
 def test_the_shuffle_is_that_of_older_runs():
     """numpy 2.4.6 gives this; a run that was started with other permutations cannot be continued."""
     assert np.random.default_rng([7, 3]).permutation(8).tolist() == [3, 5, 0, 4, 2, 7, 1, 6], (
-        "numpy shuffles otherwise: runs of before the upgrade refuse to continue, as their data_fingerprint differs")
+        "numpy shuffles otherwise: runs of before the upgrade refuse to continue, as their data fingerprint differs")

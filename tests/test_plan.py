@@ -108,7 +108,7 @@ def test_micro_batches_partition_the_step(rows, ranks, limit, group):
     # Memory first: one pass less would not fit on the rank with the most rows.
     assert (plan.grad_accum_steps - 1) * limit < max(totals) <= plan.grad_accum_steps * limit
     # While the ranks with fewer rows wait, ranks * max(totals) rows could have been processed.
-    assert plan.idle_share == pytest.approx(float(1 - Fraction(rows, ranks * max(totals))))
+    assert plan.idle_share() == pytest.approx(float(1 - Fraction(rows, ranks * max(totals))))
 
 
 def test_sorted_rows_are_dealt_evenly():

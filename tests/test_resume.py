@@ -145,12 +145,17 @@ def test_run_folder(whole):
         assert manifest["plan"].items() >= plan.items()
         assert manifest["versions"]["torch"] == torch.__version__
         assert manifest["versions"]["python"] == platform.python_version() and "git" in manifest["versions"]
-        assert all(manifest["config"][section].items() >= config[section].items() for section in ("batch", "optim"))
+        flat = {f"{part}.{name}": config[part][name] for part in ("batch", "optim") for name in config[part]}
+        assert manifest["config"].items() >= flat.items()
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
         assert manifest["files"] == {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
-    resolved = yaml.safe_load((done.folder / "config.yaml").read_text())
-    assert resolved["optim"].items() >= config["optim"].items() and resolved["versions"] == manifest["versions"]
+    text = (done.folder / "config.yaml").read_text()
+    resolved = yaml.safe_load(text)
+    assert resolved["optim"].items() >= config["optim"].items()
     assert resolved["optim"]["decay_fraction"] == 1.0  # A default, too, is resolved.
+    assert json.loads(text.splitlines()[-1].removeprefix("# ")) == manifest["versions"]
+    # What is resolved is a config like any other, here of the run that it is from.
+    assert "Finished already" in run(done.folder.parent, resolved).output
 
 
 def test_extended(again):
@@ -202,19 +207,27 @@ def test_changed_data_is_refused(tmp_path):
     assert run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "true").status["step"] == 6
 
 
-def test_harmless_changes_and_a_chosen_checkpoint(whole, again):
-    """From step 25, chosen by its path, with all that may change changed: the same weights."""
+def test_harmless_changes_and_a_chosen_checkpoint(whole, again, tmp_path):
+    """From step 25, chosen by its path, with all that may change changed: the same weights. In the folder that it is
+    of, which goes on from step 30, that is refused; a folder that has begun with it goes on from its own."""
     config, before = again
     chosen = before.folder / "checkpoints" / "step-00000025"
+    refused = run(before.folder.parent, config, "--run.resume", chosen, expect=2)
+    assert "run.resume" in refused.output and "another run.output_dir" in refused.output
+    assert before.checkpoints == ["step-00000025", "step-00000030"]
     harmless = {
         "run.resume": chosen, "run.log_every": 2, "run.eval_every": 3, "run.save_every": 2, "run.keep_checkpoints": 1,
         "batch.max_micro_batch_size": 3, "batch.sync_each_micro_step": "true",
         "model.attention": "eager", "eval.max_rows": 4,
     }
-    done = run(before.folder.parent, config, *(word for path, now in harmless.items() for word in (f"--{path}", now)))
-    assert str(chosen) in done.output and done.checkpoints == ["step-00000030"]
-    assert [line["step"] for line in done.metrics if "train/loss" in line] == [*range(1, 26), 26, 28, 30]
+    harmless["run.output_dir"] = tmp_path / "other"
+    words = [word for path, now in harmless.items() for word in (f"--{path}", now)]
+    done = run(tmp_path, config, *words)
+    assert f"after step 25 from {chosen}" in done.output and done.checkpoints == ["step-00000030"]
+    assert [line["step"] for line in done.metrics if "train/loss" in line] == [26, 28, 30]
     assert difference(done.weights, whole[1].weights) < 1e-5
+    (done.folder / "status.json").unlink()
+    assert f"after step 30 from {done.folder}" in run(tmp_path, config, *words).output
 
 
 def test_changes_that_are_insisted_on(again, tmp_path):
@@ -223,10 +236,11 @@ def test_changes_that_are_insisted_on(again, tmp_path):
     weights = []
     for weight_decay in (0.1, 0.9):
         done = run(tmp_path, config, "--run.resume", before.folder / "checkpoints" / "step-00000025",
+                   "--run.output_dir", tmp_path / str(weight_decay),
                    "--optim.learning_rate", 0.001, "--optim.weight_decay", weight_decay, "--run.allow_changes", "true")
         weights.append(done.weights)
     expected = [learning_rate(config["optim"] | {"learning_rate": 0.001}, step, 30) for step in range(26, 31)]
-    assert done.logged("train/learning_rate")[25:] == pytest.approx(expected, rel=1e-12)
+    assert done.logged("train/learning_rate") == pytest.approx(expected, rel=1e-12)
     assert difference(*weights) > 1e-5
 
 

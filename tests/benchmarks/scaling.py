@@ -123,7 +123,7 @@ def scaling_table(argv: list[str], devices: list[int], tflops: float, speeds: li
     """The table for a command line of train.py. Speeds are in GB/s, one for each number of devices."""
     config, _ = train.load_config(argv)
     length, rows, limit = config.data.sequence_length, config.global_batch_size, config.batch.max_micro_batch_size
-    vocab_size = vocab_size or len(train.load_tokenizer(config.data, config.model.trust_remote_code))
+    vocab_size = vocab_size or len(train.load_tokenizer(config.data, config.model))
     found = train.model_config(config, vocab_size)
     weights, flops = count_weights(found, config.model), train.flops_per_token(found, config.model.lora, length)
     total = weights.trained + weights.frozen
