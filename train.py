@@ -871,9 +871,9 @@ def train(argv: list[str]) -> int | None:
         saving and saving.result()  # One at a time; raises what went wrong with it.
         state, manifest = stager.stage(trained_state(model, [optimizer.optimizer])), {**record, **seen, "best": best}
         return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
-    vocab_size = bare.get_input_embeddings().num_embeddings
-    load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
-    targets = (upcoming := [load(step + 1)])[0][0][-1]["targets"][-1][:120]
+    load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=bare.config.vocab_size, device=device)
+    upcoming = [load(step + 1)]  # Before anything is written: rows of no use end the run here.
+    first_targets = upcoming[0][0][-1]["targets"][-1][:120]
     if rank == 0:
         for leftover in folder.glob("**/.*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -886,7 +886,7 @@ def train(argv: list[str]) -> int | None:
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
     say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
         f"{steps_per_epoch:,.1f} steps per epoch\nModel: {bare.num_parameters():,} parameters, {flops / 1e6:,.1f} "
-        f"MFLOPs per token\nIn the loss is, for example: {tokenizer.decode(targets[targets >= 0])!r}")
+        f"MFLOPs per token\nIn the loss is, for example: {tokenizer.decode(first_targets[first_targets >= 0])!r}")
     rates = [getattr(bare.config, name, 0) for name in ("attention_dropout", "activation_dropout", "dropout")]
     if any(rates) or any(module.p for module in bare.modules() if isinstance(module, torch.nn.Dropout)):
         say("Dropout is on: this run is the same only on the same number of processes.")
