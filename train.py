@@ -986,7 +986,7 @@ def main(argv: list[str] | None = None) -> int:
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # To a rank that says why it ended.
         if lost or os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(30 if lost else 5)  # The launcher ends this rank before it says the same, or less.
+            time.sleep(15 if lost else 5)  # The launcher ends this rank before it says the same, or less.
         disk = isinstance(error, (OSError, SafetensorError))
         if not (disk or lost or isinstance(error, (UserError, ArithmeticError, MemoryError, KeyboardInterrupt))):
             raise

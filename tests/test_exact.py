@@ -72,7 +72,7 @@ def test_packed_documents_are_as_if_alone(tmp_path, processes):
     config = tiny_config(tmp_path)
     config["run"]["max_steps"] = 8
     config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}  # 61 tokens are 4 rows: each step sees all.
-    source = {"path": str(write_rows(tmp_path / "documents", documents)), "format": "tokens"}
+    source = {"path": str(write_rows(tmp_path / "documents", documents)), "format": "tokens", "tokenizer": "bytes"}
     config["data"] = source | {"packing": "concat", "sequence_length": 16}
     config["model"] = {"pretrained": str(tiny_model(tmp_path / "start", learned_positions=processes is None))}
     done = launch(tmp_path, config, processes=processes) if processes else run(tmp_path, config)

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import train
 from accelerate.commands.launch import launch_command_parser
@@ -33,10 +34,10 @@ def test_commands_parse():
     text = re.sub(r"\\\n *", "", README)
     heads = "".join(config.read_text() for config in CONFIGS)
     commands = re.findall(r"^# +(accelerate launch .+)", heads, re.M)
-    commands += re.findall(r"(?:accelerate launch|torchrun) [^`\n']*train\.py [^`\n']*", text)
+    commands += re.findall(r"(?:accelerate launch|torchrun) [^`\n']*train\.py [^`\n';]*", text)
     assert len(commands) > 8
     for command in commands:
-        words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$SLURM_NNODES|\$SLURM_NODEID", "2", command))
+        words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$SLURM_NNODES|\$SLURM_NODEID|\$n\b", "2", command))
         parser = get_args_parser() if words[0] == "torchrun" else launch_command_parser()
         args = parser.parse_args(words[1 if words[0] == "torchrun" else 2 :])
         assert args.training_script == "train.py" and args.training_script_args[0] == "--config", command
@@ -53,7 +54,7 @@ def test_metrics_are_those_of_a_run(tmp_path):
     written = {key for line in done.metrics for key in line if not key.startswith("summary/")}
     named = set(re.findall(r"`((?:train|perf|eval)/\w+)`", README)) | {"step"}
     named |= {f"plan/{name}" for name in re.findall(r"`(\w+)`", re.search(r"^\| `plan/...` \|(.*)", README, re.M)[1])}
-    assert written == named
+    assert written == named, "the table of metrics.jsonl in README.md names others"
     phases = {key[8:-8] for line in done.metrics for key in line if re.fullmatch(r"summary/\w+_seconds", key)}
     assert phases == set(re.findall(r"(\w+) [\d.]+", re.search(r"^Seconds: (.*)", README, re.M)[1]))
 
@@ -85,6 +86,27 @@ def test_commands_run(tmp_path, cell):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text()) == {"status": "finished", "step": 2}
+
+
+def test_the_same_run_on_one_and_on_two_processes(tmp_path):
+    """The comparison of "The batch" finds no difference, and its model speaks as the snippet before it has it."""
+    [command] = re.findall(r"^for n in 1 2; .*\n.*\n.*", README, re.M)
+    [snippet] = re.findall(r"```python\n(.*?)```", README, re.S)
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text("What is written here can be learned. " * 20)
+    settings = {"data.files": tmp_path / "texts", "data.eval_fraction": 0.1, "data.sequence_length": 32,
+                "eval.prompts": "[]", "batch.global_batch_size": 5} | {
+                    f"model.architecture.{name}": value for name, value in SHAPE.items()}
+    settings = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in settings.items())
+    command = command.replace("; done", f"{settings}; done").replace("runs/same", f"{tmp_path}/same")
+    command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    losses = np.array(re.findall(r'^"train/loss": ([\d.]+)\t"train/loss": ([\d.]+)$', done.stdout, re.M), float)
+    assert losses.shape == (12, 2), done.stdout + done.stderr
+    np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-6)
+    exec(snippet.replace("runs/small/model", f"{tmp_path}/same2/model"), {"print": (said := []).append})
+    assert len(said) == 1 and said[0].startswith("def main(") and len(said[0]) > 20
 
 
 def test_all_commands_of_the_table_are_found():

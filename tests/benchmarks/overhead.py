@@ -101,7 +101,8 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> to
         "run": {"max_steps": steps, "seed": SEED, "log_every": LOG_EVERY, "eval_every": 0, "save_every": 0,
                 "trackers": []},
         "batch": {"global_batch_size": ROWS, "max_micro_batch_size": ROWS},
-        "data": {"path": str(rows), "format": "tokens", "packing": "none", "sequence_length": LENGTH},
+        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": "none",
+                 "sequence_length": LENGTH},
         "model": {"pretrained": str(folder / "start")},
         "optim": {"learning_rate": PEAK, "min_learning_rate_ratio": LOW, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1],
                   "adam_eps": EPS, "weight_decay": DECAY, "max_grad_norm": CLIP}}

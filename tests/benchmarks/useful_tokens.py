@@ -50,7 +50,8 @@ def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
     path = helpers.write_config(folder, {
         "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
         "batch": {"global_batch_size": size, "max_micro_batch_size": MICRO},
-        "data": {"path": str(rows), "format": "tokens", "packing": packing, "sequence_length": LENGTH},
+        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": packing,
+                 "sequence_length": LENGTH},
         "model": {"pretrained": str(folder / "start")}})
     count, say, seen = train.Meter.count, train.say, []
 
