@@ -157,7 +157,7 @@ class Config(Section):
         near = " and ".join(str(n) for n in (tokens // length * length, -(-tokens // length) * length) if n)
         require(not tokens % length,
                 f"batch.global_batch_tokens {tokens} is no multiple of data.sequence_length; {near} are")
-        require(data.path or not data.name and data.split == "train", "data.name and data.split go with data.path")
+        require(data.path or (not data.name and data.split == "train"), "data.name and data.split go with data.path")
         require(not (data.eval_source and data.eval_fraction), "give at most one of data.eval_fraction and eval_source")
         for name, *choices in (("run", "max_steps", "max_epochs", "max_tokens"), ("data", "path", "files"), (
                 "batch", "global_batch_size", "global_batch_tokens"), ("model", "pretrained", "architecture")):
@@ -536,7 +536,7 @@ def learning_rate_at(config: Optim, step: int, max_steps: int) -> float:
 def guard(optimizer, step: int, value: torch.Tensor, last_good: torch.Tensor, limit: int) -> torch.Tensor:
     """Tells a fused optimizer by `found_inf`, on the device, to make no update where `value` is not finite, and none at
     all after `limit` steps in a row without one. Returns the number of the last good step, a tensor."""
-    bad = (value * 0 != 0) | (last_good < step - limit - 1)
+    bad = (value * 0 != 0) | (last_good < step - limit - 1)  # Infinity times 0 is NaN, and NaN differs from 0.
     optimizer.found_inf = bad.float()
     return torch.where(bad, last_good, step)
 
@@ -579,7 +579,7 @@ class Meter:
         for (phase, start), (_, end) in itertools.pairwise(self.events):
             end.synchronize()
             device[phase] += start.elapsed_time(end) * (phase in TRAINING)
-        for phase in TRAINING if device.total() else ():  # The host only queues work on a GPU: its clock knows the sum.
+        for phase in TRAINING if device.total() else ():  # The host's clock knows the sum.
             seconds[phase] = busy * device[phase] / device.total()
             self.seconds[phase] = self.window[0][phase] + seconds[phase]
         self.window, self.events = (self.seconds.copy(), self.counts.copy()), self.events[-1:]
@@ -765,7 +765,7 @@ def start_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 def largest_micro_batch(size: int, row: np.ndarray, bare, optimizer, accelerator: Accelerator) -> int:
-    """The most rows, in steps of a tenth, for which every rank has memory. (FSDP's ranks must have equal devices.)"""
+    """The most rows for which all ranks have memory, each try a tenth smaller. (Under FSDP devices must be equal.)"""
     trained_state(bare, [optimizer])  # Makes the optimizer's state.
     @memory.find_executable_batch_size(starting_batch_size=size)
     def largest(size: int) -> int:
@@ -811,7 +811,7 @@ def train(argv: list[str]) -> int | None:
         check_loss(bare, config.data.packing, config.model.chunked_loss)
     bare.chunked_loss = config.model.chunked_loss and accelerator.autocast
     model, optimizer = accelerator.prepare(bare.train(), build_optimizer(bare, config.optim))
-    parameters = [*model.parameters()]  # Walking through the modules takes longer than clipping.
+    parameters = [*model.parameters()]  # Once: to walk through the modules takes longer than to clip.
     # The batch plan.
     if limit == "auto":
         row = np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))
@@ -821,7 +821,7 @@ def train(argv: list[str]) -> int | None:
     steps_per_epoch = len(train_data) / plan.global_batch_size
     require(steps_per_epoch >= 1, f"data: {len(train_data)} rows; lower the global batch of {plan.global_batch_size}")
     max_steps = run.max_steps or math.ceil(run.max_tokens / plan.tokens_per_step if run.max_tokens else
-                                           run.max_epochs * steps_per_epoch - 1e-9)
+                                           run.max_epochs * steps_per_epoch - 1e-9)  # Rounding adds no step.
     require(config.optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds run.max_steps; at most {max_steps}")
     targets = eval_data and eval_data.sizes(np.arange(len(eval_data))[: config.eval.max_rows])[1]
     require(not eval_data or targets.any(), "data.eval_source or data.eval_fraction: no target token: roles, labels")
@@ -850,7 +850,7 @@ def train(argv: list[str]) -> int | None:
     last_good = torch.tensor(float(step := seen["step"]), device=device)
     groups = [dist.new_group(backend="gloo") if ranks > 1 else None for _ in ("stop", "save")]
     stop, saving, saved, pool = Stop(groups[0]), None, step, ThreadPoolExecutor(1)
-    stager = dcp.staging.DefaultStager(dcp.staging.StagingOptions(gpu, False, False, gpu))  # To pinned host memory
+    stager = dcp.staging.DefaultStager(dcp.staging.StagingOptions(gpu, False, False, gpu))  # To pinned memory.
     def write(values: dict[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         if rank == 0:
@@ -879,7 +879,7 @@ def train(argv: list[str]) -> int | None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         (metrics := folder / "metrics.jsonl").touch()
         lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        replace_file(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))  # Others recur.
+        replace_file(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))  # Later ones recur.
         replace_file(folder / "config.yaml", yaml.safe_dump(config.model_dump()) + f"# {json.dumps(versions)}\n")
         replace_file(folder / "status.json", json.dumps({"status": "running", "step": step}))
     accelerator.init_trackers("tensorboard", {name: str(value) for name, value in ours.items()})
@@ -926,7 +926,7 @@ def train(argv: list[str]) -> int | None:
         seen.update(counts)
         line, last = {}, step == max_steps
         meter.enter("data")
-        # While a GPU does most of the above; several at once, as a step leaves nothing of this in a CPU's caches.
+        # While a GPU does most of the above. Several at once: one by one, each would find a CPU's caches cold.
         upcoming = upcoming or [load(s) for s in range(step + 1, min(step + 8, max_steps) + 1)]
         if last or step % run.log_every == 0:
             line = {"train/loss": loss.item() / counts["target_tokens"], "train/grad_norm": grad_norm.item()}
