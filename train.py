@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 STARTED = time.perf_counter()  # Importing the libraries is part of the run's start-up time.
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical", "TOKENIZERS_PARALLELISM": "false"}
 if sys.platform == "linux":  # Nobody else ends the ranks of a dead launcher, or the tokenizing workers of a dead rank.
     end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG; a fork clears it.
     os.register_at_fork(after_in_child=end_with_parent)
@@ -743,17 +743,17 @@ def say(text: str) -> None:
 
 def start_accelerator(config: Config) -> Accelerator:
     """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # One process needs none.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled|.is_gradient_check")  # By one process; by peft.
     for library in (transformers, datasets) if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0" else ():
         library.utils.logging.disable_progress_bar()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # Whatever the machine has, accelerate launch says 1.
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     launched, spread = int(os.environ.get("WORLD_SIZE", 1)), DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accumulation = GradientAccumulationPlugin(1, None, False, sync_each_batch=config.batch.sync_each_micro_step)
+    plugin = GradientAccumulationPlugin(1, None, False, sync_each_batch=config.batch.sync_each_micro_step)
     with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
-        accelerator = Accelerator(cpu=cpu, log_with=config.run.trackers or None, project_dir=config.run.output_dir,
-                                  gradient_accumulation_plugin=accumulation, kwargs_handlers=[spread])
+        accelerator = Accelerator(cpu=cpu, log_with=config.run.trackers or None, gradient_accumulation_plugin=plugin,
+                                  kwargs_handlers=[spread], project_dir=config.run.output_dir + "/tensorboard")
         require(launched == accelerator.num_processes, "they do not see each other; use a file of accelerate_configs/")
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
@@ -882,7 +882,7 @@ def train(argv: list[str]) -> int | None:
         replace_file(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))  # Later ones recur.
         replace_file(folder / "config.yaml", yaml.safe_dump(config.model_dump()) + f"# {json.dumps(versions)}\n")
         replace_file(folder / "status.json", json.dumps({"status": "running", "step": step}))
-    accelerator.init_trackers("tensorboard", {name: str(value) for name, value in ours.items()})
+    accelerator.init_trackers(Path(__file__).resolve().parent.name, {name: str(value) for name, value in ours.items()})
     write({f"plan/{name}": value for name, value in asdict(plan).items()})
     say(f"{plan_table([plan])}\nData: {len(train_data):,} rows, {train_data.lengths.mean() / length:.1%} full; "
         f"{steps_per_epoch:,.1f} steps per epoch\nModel: {bare.num_parameters():,} parameters, {flops / 1e6:,.1f} "
