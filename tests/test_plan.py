@@ -141,7 +141,7 @@ def test_ranks_wait_little_and_pad_little():
 
 # Nothing that this names exists here: neither data, tokenizer, weights, attention kernel nor a device for bfloat16.
 ABSENT = {
-    "run": {"output_dir": "absent/run", "max_tokens": 10**12, "init_from": "absent/checkpoint", "trackers": ["wandb"]},
+    "run": {"output_dir": "absent/run", "max_tokens": 10**12, "init_from": "absent/checkpoint"},
     "batch": {"global_batch_size": 16, "max_micro_batch_size": 4},
     "data": {"path": "nobody/no-data", "tokenizer": "nobody/no-tokenizer", "sequence_length": 4096},
     "model": {"pretrained": "nobody/no-model", "attention": "flash_attention_3"},
