@@ -895,12 +895,11 @@ def train(argv: list[str]) -> int | None:
     profiler, profiled = torch.profiler.profile(), sorted(config.perf.profile_steps or [0, 0]) if rank == 0 else [0, 0]
     profile(profiler, profiled, step, folder, gpu)
     while step < max_steps and not (stopped := stop.agreed()):
-        step, (micro_batches, counts) = step + 1, upcoming.pop(0)
+        step, loss, (micro_batches, counts) = step + 1, 0.0, upcoming.pop(0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(config.optim, step, max_steps)
         reseed(zlib.crc32(f"{run.seed} {step} {rank}".encode()))
         meter.enter("micro_steps")
-        loss = 0.0
         try:
             for batch in micro_batches:
                 with accelerator.accumulate(model):
@@ -968,7 +967,8 @@ def train(argv: list[str]) -> int | None:
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
     if rank == 0:
-        stopped or draw_curves(folder)
+        if not stopped:
+            draw_curves(folder)
         replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder}/model ({best[1]}) loads with from_pretrained().")
