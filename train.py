@@ -871,7 +871,8 @@ def train(argv: list[str]) -> int | None:
         saving and saving.result()  # One at a time; raises what went wrong with it.
         state, manifest = stager.stage(trained_state(model, [optimizer.optimizer])), {**record, **seen, "best": best}
         return pool.submit(save_checkpoint, folder / "checkpoints", run.keep_checkpoints, state, manifest, groups[1])
-    load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=bare.config.vocab_size, device=device)
+    vocab_size = bare.get_input_embeddings().num_embeddings
+    load = partial(load_step, data=train_data, plan=plan, rank=rank, vocab_size=vocab_size, device=device)
     upcoming = [load(step + 1)]  # Before anything is written: rows of no use end the run here.
     first_targets = upcoming[0][0][-1]["targets"][-1][:120]
     if rank == 0:
@@ -967,8 +968,7 @@ def train(argv: list[str]) -> int | None:
     write(summary := meter.summary())
     say("Seconds: " + ", ".join(f"{key[8:-8]} {spent:.1f}" for key, spent in summary.items() if key[-7:] == "seconds"))
     if rank == 0:
-        if not stopped:
-            draw_curves(folder)
+        stopped or draw_curves(folder)
         replace_file(folder / "status.json", json.dumps({"status": "stopped" if stopped else "finished", "step": step}))
     say(f"Stopped by {stop.requested or 'a signal to another rank'} after step {step:,}; the same command continues."
         if stopped else f"Finished: {folder}/model ({best[1]}) loads with from_pretrained().")

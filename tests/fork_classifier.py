@@ -12,7 +12,7 @@ CHANGED = {
     "transformers.AutoModelForCausalLM": "transformers.AutoModelForImageClassification",
     '"train/loss", "eval/loss"': '"train/loss", "eval/loss", "eval/accuracy"',
     "model_config(config, len(tokenizer)), needed": "model_config(config, 0), 0",
-    "vocab_size=bare.config.vocab_size, ": "",
+    "vocab_size=vocab_size, ": "",
     "rank: int, vocab_size: int, device": "rank: int, device",
     'np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))':
         "np.zeros(65, int)",
@@ -20,7 +20,7 @@ CHANGED = {
         "A row is of class {first_targets.item()}",
 }
 DELETED = (
-    "needed = len(tokenizer)", "if vocab_size >", "model.resize_token_embeddings(",
+    "needed = len(tokenizer)", "vocab_size = bare", "if vocab_size >", "model.resize_token_embeddings(",
     "tokenizer.save_pretrained(",
     "ids = np.concatenate([np.zeros((2", "low, high =", "require(0 <= low", 'f"is 0 to {vocab_size',
 )
