@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that `import 
 CACHE = tempfile.mkdtemp(prefix="train-tests-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ |= {
-    "HF_HOME": CACHE, "HF_DATASETS_CACHE": f"{CACHE}/datasets", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    "HF_HOME": CACHE,
+    "HF_DATASETS_CACHE": f"{CACHE}/datasets",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
     "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",  # What one test has compiled, the others need not.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # A pool of processes to compile in takes longer to start than it saves.
     "OMP_NUM_THREADS": "1",  # Several processes share few cores; train.py itself divides them.

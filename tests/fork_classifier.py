@@ -12,31 +12,34 @@ CHANGED = {
     "transformers.AutoModelForCausalLM": "transformers.AutoModelForImageClassification",
     '"train/loss", "eval/loss"': '"train/loss", "eval/loss", "eval/accuracy"',
     "model_config(config, len(tokenizer)), needed": "model_config(config, 0), 0",
-    "vocab_size=vocab_size, ": "",
+    "accelerator.process_index, vocab_size, ": "accelerator.process_index, ",
     "rank: int, vocab_size: int, device": "rank: int, device",
-    'np.outer([0, 0, 1], np.arange(length) % (length if config.data.packing == "none" else length // 2))':
-        "np.zeros(65, int)",
-    "In the loss is, for example: {tokenizer.decode(first_targets[first_targets >= 0])!r}":
-        "A row is of class {first_targets.item()}",
+    "In the loss is, for example: {example!r}": "A row is of class {targets.item()}",
 }
 DELETED = (
-    "needed = len(tokenizer)", "vocab_size = bare", "if vocab_size >", "model.resize_token_embeddings(",
-    "tokenizer.save_pretrained(",
-    "ids = np.concatenate([np.zeros((2", "low, high =", "require(0 <= low", 'f"is 0 to {vocab_size',
+    "needed = len(tokenizer)",
+    "vocab_size = self.bare",
+    "if vocab_size >",
+    "model.resize_token_embeddings(",
+    "setup.tokenizer.save_pretrained(",
+    "check_token_ids(",
+    "example = setup.tokenizer",
 )
 
 
 class Dataset:
     """Rows of images, and the endless stream of shuffled epochs over them."""
+
     def __init__(self, images: datasets.Dataset, length: int, seed: int):
         self.images = images.with_format("numpy")
         self.lengths = np.full(len(images), length, np.int32)
-        # A permutation is as large as the data: keep the two that a step may straddle.
-        self.permutation = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
+        self.permutation = permutations(len(self), seed)
+
     def read(self, row: int) -> np.ndarray:
         """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
         image = self.images[int(row)]
         return np.append(image["pixels"].astype(np.int64), image["label"])
+
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(patches, targets) of each row. The target is the class."""
         return self.lengths[rows], np.ones(len(rows), int)
@@ -58,10 +61,14 @@ def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Ten
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], chunked: bool = False) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's images, in float32."""
     logits = model(batch["images"]).logits
     return torch.nn.functional.cross_entropy(logits.float(), batch["targets"].flatten(), reduction="sum")
+
+
+def longest_row(config: Data) -> np.ndarray:
+    return np.zeros(65, int)
 
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
@@ -74,14 +81,15 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
 
 
 @torch.no_grad()
-def evaluate(model, data: Dataset, plan: Plan, accelerator: Accelerator, max_rows: int | None) -> dict[str, float]:
+def evaluate(setup: Setup) -> dict[str, float]:
     """The mean loss over the evaluation images and the share whose class is found, each of them on one rank."""
-    model.eval()
-    rows, sums = np.arange(min(len(data), max_rows or len(data))), 0
-    plan = plan_batch(len(rows), plan.micro_batch_size, plan.num_processes, 1)
-    own = ([data.read(row) for row in ranks[accelerator.process_index]] for ranks in plan.split(rows))
-    for batch in (collate(batch, accelerator.device) for batch in own):
-        right = model(batch["images"]).logits.argmax(1) == batch["targets"].flatten()
-        sums += torch.stack([compute_loss(model, batch), right.sum()]).double()
+    setup.model.eval()
+    data, accelerator, rows, sums = setup.eval_data, setup.accelerator, setup.eval_rows(), 0
+    plan = plan_batch(len(rows), setup.plan.micro_batch_size, setup.plan.num_processes, 1)
+    for ranks in plan.split(rows):
+        batch = collate([data.read(row) for row in ranks[accelerator.process_index]], accelerator.device)
+        right = setup.model(batch["images"]).logits.argmax(1) == batch["targets"].flatten()
+        sums += torch.stack([compute_loss(setup.model, batch), right.sum()]).double()
     loss, accuracy = (accelerator.reduce(sums, "sum") / len(rows)).tolist()
+    setup.model.train()
     return {"eval/loss": loss, "eval/accuracy": accuracy}

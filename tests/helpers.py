@@ -1,9 +1,9 @@
 """What several test files need: tiny models and rows made on the spot, and train.py run as a user runs it.
 
-    config = tiny_config(tmp_path)                  rows, model and settings; change it like any dict
-    done = launch(tmp_path, config, "--run.max_steps", "3", processes=2)     accelerate launch, a real process group
-    done = run(tmp_path, config)                    the same through main(argv) in this process, without start-up time
-    done.output, done.metrics, done.losses, done.weights, done.status
+config = tiny_config(tmp_path)                  rows, model and settings; change it like any dict
+done = launch(tmp_path, config, "--run.max_steps", "3", processes=2)     accelerate launch, a real process group
+done = run(tmp_path, config)                    the same through main(argv) in this process, without start-up time
+done.output, done.metrics, done.losses, done.weights, done.status
 """
 
 import contextlib
@@ -98,8 +98,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(folder: Path, config: dict, *overrides, processes: int | None = 1, launcher: str = "cpu", env=None,
-          script: Path = ROOT / "train.py"):
+def start(
+    folder: Path,
+    config: dict,
+    *overrides,
+    processes: int | None = 1,
+    launcher: str = "cpu",
+    env=None,
+    script: Path = ROOT / "train.py",
+):
     """Start the real command, or a fork of it, and return its Popen, to be signalled.
 
     Several processes start as `accelerate launch --config_file accelerate_configs/LAUNCHER.yaml`, 1 as a plain
@@ -188,9 +195,24 @@ def tiny_config(folder: Path) -> dict:
     return {
         "run": {"max_steps": 30, "seed": 7, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
         "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
-        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": "none",
-                 "sequence_length": 24, "eval_source": {"path": str(held_out)}},
+        "data": {
+            "path": str(rows),
+            "format": "tokens",
+            "tokenizer": "bytes",
+            "packing": "none",
+            "sequence_length": 24,
+            "eval_source": {"path": str(held_out)},
+        },
         "model": {"pretrained": str(tiny_model(folder / "start"))},
-        "optim": {"learning_rate": 0.005, "warmup_steps": 5, "schedule": "cosine", "min_learning_rate_ratio": 0.1,
-                  "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-5, "max_grad_norm": 1.1},
+        "optim": {
+            "learning_rate": 0.005,
+            "warmup_steps": 5,
+            "schedule": "cosine",
+            "min_learning_rate_ratio": 0.1,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-5,
+            "max_grad_norm": 1.1,
+        },
     }

@@ -73,9 +73,15 @@ class Reference:
         assert difference(done.weights, self.weights) < 1e-5
 
 
-def train_reference(config: dict, rows_of: Callable[[int], list[Row]], held_out: list[Row] = (), eval_every: int = 15,
-                    kind=transformers.AutoModelForCausalLM, summed_loss=summed_loss,
-                    adapt: Callable = lambda model: model):
+def train_reference(
+    config: dict,
+    rows_of: Callable[[int], list[Row]],
+    held_out: list[Row] = (),
+    eval_every: int = 15,
+    kind=transformers.AutoModelForCausalLM,
+    summed_loss=summed_loss,
+    adapt: Callable = lambda model: model,
+):
     """Train on rows_of(step) for steps 1 to max_steps, what adapt() leaves to train of the config's model folder."""
     optim, max_steps, did = config["optim"], config["run"]["max_steps"], Reference()
     folder = config["model"]["pretrained"]

@@ -4,7 +4,6 @@ A case names what is changed in a good config, and the words that its message mu
 to write instead. TMP in a case stands for the test's own folder, DATA for the folder of shared inputs.
 """
 
-import fcntl
 import json
 import re
 import shutil
@@ -24,14 +23,26 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import train
 
-LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 2}
-GOOD = {
-    "run.output_dir": "TMP/out", "run.max_steps": 4, "run.save_every": 2, "run.trackers": [],
-    "batch.global_batch_size": 4, "batch.max_micro_batch_size": 4, "data.files": ["DATA/docs/*.txt"],
-    "data.sequence_length": 32, "model.architecture": LLAMA,
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
 }
-HELD = []  # Open files, so that their locks last.
+GOOD = {
+    "run.output_dir": "TMP/out",
+    "run.max_steps": 4,
+    "run.save_every": 2,
+    "run.trackers": [],
+    "batch.global_batch_size": 4,
+    "batch.max_micro_batch_size": 4,
+    "data.files": ["DATA/docs/*.txt"],
+    "data.sequence_length": 32,
+    "model.architecture": LLAMA,
+}
+HELD = []  # So that the locks last.
 CASES = []
 CONFIG = ["--config", "TMP/config.yaml"]
 
@@ -50,11 +61,21 @@ def folder(name):
 
 # The YAML file -------------------------------------------------------------------------------------------------------
 
-case("malformed yaml", {}, 'TMP/config.yaml", line 3, column 6', "expected ',' or ']'",
-     text="run:\n  trackers: [a, b\nbatch:\n  x: 1\n")
+case(
+    "malformed yaml",
+    {},
+    'TMP/config.yaml", line 3, column 6',
+    "expected ',' or ']'",
+    text="run:\n  trackers: [a, b\nbatch:\n  x: 1\n",
+)
 case("tab in yaml", {}, 'TMP/config.yaml", line 2, column 1', "token", text="run:\n\tmax_steps: 3\n")
-case("duplicate key", {}, 'TMP/config.yaml", line 4', "max_steps",
-     text="run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n")
+case(
+    "duplicate key",
+    {},
+    'TMP/config.yaml", line 4',
+    "max_steps",
+    text="run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n",
+)
 case("config is a list", {}, "TMP/config.yaml", "dictionary", "['run', 'batch']", text="- run\n- batch\n")
 case("config is a word", {}, "TMP/config.yaml", "run", "dictionary", text="run\n")
 case("config is empty", {}, "TMP/config.yaml", "exactly one of", text="")
@@ -68,10 +89,19 @@ case("section without fields", {"eval": None}, "TMP/config.yaml: eval", "diction
 
 case("unknown section", {"optimizer.learning_rate": 0.1}, "optimizer: unknown key", "did you mean optim")
 case("unknown field", {"run.max_stepz": 5}, "run.max_stepz: unknown key", "did you mean run.max_steps")
-case("field of another section", {"run.learning_rate": 1e-4}, "run.learning_rate: unknown key",
-     "mean optim.learning_rate")
-case("unknown nested field", {"data.eval_source": {"fils": ["DATA/docs"]}}, "data.eval_source.fils: unknown key",
-     "did you mean data", "files?")
+case(
+    "field of another section",
+    {"run.learning_rate": 1e-4},
+    "run.learning_rate: unknown key",
+    "mean optim.learning_rate",
+)
+case(
+    "unknown nested field",
+    {"data.eval_source": {"fils": ["DATA/docs"]}},
+    "data.eval_source.fils: unknown key",
+    "did you mean data",
+    "files?",
+)
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
 case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "integer", "'100'")
 case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "integer", "True")
@@ -80,8 +110,13 @@ case("integer for a boolean", {"run.allow_changes": 1}, "run.allow_changes", "bo
 case("string for a number", {"optim.learning_rate": "fast"}, "optim.learning_rate", "number", "'fast'")
 case("infinity", {"optim.learning_rate": float("inf")}, "optim.learning_rate", "finite")
 case("not a number", {"optim.weight_decay": float("nan")}, "optim.weight_decay", "finite")
-case("several wrong values", {"run.seed": -1, "optim.min_learning_rate_ratio": 1.5}, "run.seed",
-     "optim.min_learning_rate_ratio", "less than or equal to 1")
+case(
+    "several wrong values",
+    {"run.seed": -1, "optim.min_learning_rate_ratio": 1.5},
+    "run.seed",
+    "optim.min_learning_rate_ratio",
+    "less than or equal to 1",
+)
 case("zero steps", {"run.max_steps": 0}, "run.max_steps", "greater than 0")
 case("sequence of one token", {"data.sequence_length": 1}, "data.sequence_length", "greater than or equal to 2")
 case("unknown choice", {"optim.schedule": "cosin"}, "optim.schedule", "'cosine'", "'linear'", "'cosin'")
@@ -94,23 +129,47 @@ case("empty output_dir", {"run.output_dir": ""}, "run.output_dir")
 
 case("no length", {"run.max_steps": None}, "run", "exactly one of", "max_steps", "max_epochs", "max_tokens")
 case("two lengths", {"run.max_epochs": 1.0}, "run", "exactly one of", "max_steps", "max_epochs", "null")
-case("no batch", {"batch.global_batch_size": None}, "batch", "exactly one of", "global_batch_size",
-     "global_batch_tokens")
-case("two batches", {"batch.global_batch_tokens": 64}, "batch", "exactly one of", "global_batch_size",
-     "global_batch_tokens", "null")
+case(
+    "no batch", {"batch.global_batch_size": None}, "batch", "exactly one of", "global_batch_size", "global_batch_tokens"
+)
+case(
+    "two batches",
+    {"batch.global_batch_tokens": 64},
+    "batch",
+    "exactly one of",
+    "global_batch_size",
+    "global_batch_tokens",
+    "null",
+)
 case("no model", {"model.architecture": None}, "model", "exactly one of", "pretrained", "architecture")
 case("two models", {"model.pretrained": "DATA/model"}, "model", "exactly one of", "pretrained", "architecture", "null")
-case("tokens between multiples", {"batch.global_batch_size": None, "batch.global_batch_tokens": 100},
-     "batch.global_batch_tokens 100", "data.sequence_length", "96 and 128")
+case(
+    "tokens between multiples",
+    {"batch.global_batch_size": None, "batch.global_batch_tokens": 100},
+    "batch.global_batch_tokens 100",
+    "data.sequence_length",
+    "96 and 128",
+)
 case("fewer tokens than a row", {"batch.global_batch_size": None, "batch.global_batch_tokens": 20}, "multiple", "; 32 ")
 case("no source", {"data.files": []}, "data", "exactly one of", "path", "files")
 case("path and files", {"data.path": "DATA/docs"}, "data", "exactly one of", "path", "files")
-case("two evaluation sets", {"data.eval_fraction": 0.1, "data.eval_source": {"files": ["DATA/docs"]}},
-     "data", "at most one of", "eval_fraction", "eval_source")
+case(
+    "two evaluation sets",
+    {"data.eval_fraction": 0.1, "data.eval_source": {"files": ["DATA/docs"]}},
+    "data",
+    "at most one of",
+    "eval_fraction",
+    "eval_source",
+)
 case("split of files", {"data.split": "validation"}, "data", "split", "files", "path")
 case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds run.max_steps")
-case("warmup longer than the epochs", {"run.max_steps": None, "run.max_epochs": 0.1, "optim.warmup_steps": 500},
-     "optim.warmup_steps", "exceeds", "steps")
+case(
+    "warmup longer than the epochs",
+    {"run.max_steps": None, "run.max_epochs": 0.1, "optim.warmup_steps": 500},
+    "optim.warmup_steps",
+    "exceeds",
+    "steps",
+)
 case("architecture without a type", {"model.architecture": {"hidden_size": 16}}, "model.architecture", "model_type")
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -125,68 +184,162 @@ TOKENS = ROWS | {"data.format": "tokens", "batch.global_batch_size": 1}
 CHAT = ROWS | {"data.format": "chat", "data.chat_template": None, "batch.global_batch_size": 1}
 TEMPLATE = CHAT | {"data.tokenizer": "DATA/tokenizer", "data.chat_template": "DATA/template.jinja"}
 
-case("missing file", {"data.files": ["DATA/docs/*.txt", "TMP/nope.txt"]}, "data.files", "nothing matches",
-     "TMP/nope.txt")
+case(
+    "missing file", {"data.files": ["DATA/docs/*.txt", "TMP/nope.txt"]}, "data.files", "nothing matches", "TMP/nope.txt"
+)
 case("glob without a match", {"data.files": "TMP/**/*.rst"}, "data.files", "nothing matches", "TMP/**/*.rst")
-case("folder without files", {"data.files": "TMP/empty"}, "data.files", "nothing matches", "TMP/empty",
-     make=folder("empty"))
+case(
+    "folder without files",
+    {"data.files": "TMP/empty"},
+    "data.files",
+    "nothing matches",
+    "TMP/empty",
+    make=folder("empty"),
+)
 case("everything left out", {"data.files": ["DATA/docs/*.txt", "!*docs*"]}, "data.files", "*docs*")
 case("only patterns to leave out", {"data.files": ["!*.txt"]}, "data.files", "!*.txt")
 case("file types mixed", {"data.files": ["DATA/docs/0.txt", "DATA/good.jsonl"]}, "data.files", ".txt", ".jsonl")
-case("empty file", {"data.files": "TMP/empty.txt"}, "data", "1 row", "global",
-     make=file("empty.txt"))
+case("empty file", {"data.files": "TMP/empty.txt"}, "data", "1 row", "global", make=file("empty.txt"))
 case("empty table", ROWS, "data", "TMP/rows.jsonl", make=jsonl())
 case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
-case("not utf-8", {"data.files": "TMP/latin.txt"}, "data", "TMP/latin.txt", "utf-8",
-     make=file("latin.txt", "Müll".encode("latin-1") * 99))
-case("unknown split", {"data.files": [], "data.path": "DATA/table", "data.split": "tran"}, "data", "tran", "train",
-     make=jsonl({"text": "a"}))
+case(
+    "not utf-8",
+    {"data.files": "TMP/latin.txt"},
+    "data",
+    "TMP/latin.txt",
+    "utf-8",
+    make=file("latin.txt", "Müll".encode("latin-1") * 99),
+)
+case(
+    "unknown split",
+    {"data.files": [], "data.path": "DATA/table", "data.split": "tran"},
+    "data",
+    "tran",
+    "train",
+    make=jsonl({"text": "a"}),
+)
 case("unknown dataset folder", {"data.files": [], "data.path": "TMP/nope"}, "data", "TMP/nope")
-case("dataset name without network", {"data.files": [], "data.path": "nobody/nothing"}, "data", "nobody/nothing",
-     "network", "local")
-case("wrong column", ROWS | {"data.column": "body"}, "data.column", "'body'", "text, title",
-     make=jsonl({"text": "a", "title": "b"}))
+case(
+    "dataset name without network",
+    {"data.files": [], "data.path": "nobody/nothing"},
+    "data",
+    "nobody/nothing",
+    "network",
+    "local",
+)
+case(
+    "wrong column",
+    ROWS | {"data.column": "body"},
+    "data.column",
+    "'body'",
+    "text, title",
+    make=jsonl({"text": "a", "title": "b"}),
+)
 case("default column absent", ROWS, "data.column", "'text'", "the data has content", make=jsonl({"content": "a"}))
 case("null text", ROWS, "data", "'text'", "null", make=jsonl({"text": "a"}, {"text": None}, {"text": "b"}))
 case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1}, {"text": 2}))
-case("chat without a template", CHAT, "data.tokenizer", "no chat template", "data.chat_template",
-     make=jsonl({"messages": [{"role": "user", "content": "a"}]}))
-case("chat template missing", CHAT | {"data.chat_template": "TMP/nope.jinja"}, "data.", "TMP/nope.jinja",
-     "No such file", make=jsonl({"messages": []}))
-case("chat template broken", TEMPLATE | {"data.chat_template": "DATA/broken.jinja"}, "data", "TemplateSyntaxError",
-     "unexpected '}'", make=jsonl({"messages": [{"role": "user", "content": "a"}]}))
+case(
+    "chat without a template",
+    CHAT,
+    "data.tokenizer",
+    "no chat template",
+    "data.chat_template",
+    make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
+)
+case(
+    "chat template missing",
+    CHAT | {"data.chat_template": "TMP/nope.jinja"},
+    "data.",
+    "TMP/nope.jinja",
+    "No such file",
+    make=jsonl({"messages": []}),
+)
+case(
+    "chat template broken",
+    TEMPLATE | {"data.chat_template": "DATA/broken.jinja"},
+    "data",
+    "TemplateSyntaxError",
+    "unexpected '}'",
+    make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
+)
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))
-case("messages without a role", TEMPLATE, "data", "'messages'", "role", "content",
-     make=jsonl({"messages": [{"from": "human", "value": "hello"}]}))
-case("tokenizer that cannot tell who speaks", TEMPLATE | {"data.tokenizer": "bytes"}, "data.tokenizer", "bytes",
-     make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-case("nobody answers", TEMPLATE, "step 1", "no target", "labels",
-     make=jsonl(*[{"messages": [{"role": "user", "content": "a"}]}] * 9))
+case(
+    "messages without a role",
+    TEMPLATE,
+    "data",
+    "'messages'",
+    "role",
+    "content",
+    make=jsonl({"messages": [{"from": "human", "value": "hello"}]}),
+)
+case(
+    "tokenizer that cannot tell who speaks",
+    TEMPLATE | {"data.tokenizer": "bytes"},
+    "data.tokenizer",
+    "bytes",
+    make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+)
+case(
+    "nobody answers",
+    TEMPLATE,
+    "step 1",
+    "no target",
+    "labels",
+    make=jsonl(*[{"messages": [{"role": "user", "content": "a"}]}] * 9),
+)
 case("tokens are text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": "abc"}] * 9))
-case("tokens are lists of text", TOKENS, "data", "'input_ids'", "integers",
-     make=jsonl(*[{"input_ids": ["a", "b"]}] * 9))
+case(
+    "tokens are lists of text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": ["a", "b"]}] * 9)
+)
 case("tokens are fractions", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": [0.5, 1.5]}] * 9))
-case("null tokens", TOKENS, "data", "'input_ids'", "null",
-     make=jsonl(*[{"input_ids": [1, 2]}] * 9, {"input_ids": None}))
+case(
+    "null tokens", TOKENS, "data", "'input_ids'", "null", make=jsonl(*[{"input_ids": [1, 2]}] * 9, {"input_ids": None})
+)
 case("null among tokens", TOKENS, "data", "'input_ids'", "null", make=jsonl(*[{"input_ids": [1, None, 2]}] * 9))
-case("labels of other length", TOKENS, "data", "input_ids and labels differ in length",
-     make=jsonl(*[{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 9))
-case("no targets", TOKENS, "step 1", "no target", "labels",
-     make=jsonl(*[{"input_ids": [1, 2], "labels": [-100] * 2}] * 9))
-case("rows of one token", TOKENS | {"data.packing": "none"}, "step 1", "no target",
-     make=jsonl(*[{"input_ids": [1]}] * 9))
-case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383",
-     make=jsonl(*[{"input_ids": [1, 999]}] * 9))
+case(
+    "labels of other length",
+    TOKENS,
+    "data",
+    "input_ids and labels differ in length",
+    make=jsonl(*[{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 9),
+)
+case(
+    "no targets",
+    TOKENS,
+    "step 1",
+    "no target",
+    "labels",
+    make=jsonl(*[{"input_ids": [1, 2], "labels": [-100] * 2}] * 9),
+)
+case(
+    "rows of one token", TOKENS | {"data.packing": "none"}, "step 1", "no target", make=jsonl(*[{"input_ids": [1]}] * 9)
+)
+case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
 case("negative token", TOKENS, "-7", "vocabulary", make=jsonl(*[{"input_ids": [1, -7]}] * 9))
-case("label beyond the vocabulary", TOKENS, "999", "vocabulary",
-     make=jsonl(*[{"input_ids": [1, 2], "labels": [1, 999]}] * 9))
+case(
+    "label beyond the vocabulary",
+    TOKENS,
+    "999",
+    "vocabulary",
+    make=jsonl(*[{"input_ids": [1, 2], "labels": [1, 999]}] * 9),
+)
 case("negative label", TOKENS, "-5", "vocabulary", make=jsonl(*[{"input_ids": [1, 2], "labels": [1, -5]}] * 9))
-case("evaluation without targets",
-     TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"},
-     "data.eval_source", "no target", make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}))
+case(
+    "evaluation without targets",
+    TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"},
+    "data.eval_source",
+    "no target",
+    make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}),
+)
 case("less data than a batch", {"batch.global_batch_size": 5000}, "data", "5000", "134 rows", "lower the global batch")
-case("one document", ROWS | {"data.eval_fraction": 0.5}, "data.eval_fraction", "0.5 of 1 documents", "data.eval_source",
-     make=jsonl({"text": "a" * 500}))
+case(
+    "one document",
+    ROWS | {"data.eval_fraction": 0.5},
+    "data.eval_fraction",
+    "0.5 of 1 documents",
+    "data.eval_source",
+    make=jsonl({"text": "a" * 500}),
+)
 
 # Tokenizers and models -----------------------------------------------------------------------------------------------
 
@@ -195,11 +348,13 @@ PRETRAINED = {"model.architecture": None, "model.pretrained": "TMP/model", "data
 
 def model_folder(**files):
     """A copy of the good model; files by stem: their content, or None to remove them."""
+
     def make(tmp, data):
         shutil.copytree(data / "model", tmp / "model")
         for path in (tmp / "model").iterdir():
             if path.stem in files:
                 path.unlink() if files[path.stem] is None else path.write_bytes(files[path.stem])
+
     return make
 
 
@@ -218,33 +373,66 @@ def architecture(**settings):
 
 
 case("tokenizer folder missing", {"data.tokenizer": "./TMP/nope"}, "data.tokenizer", "TMP/nope", "folder")
-case("tokenizer folder empty", {"data.tokenizer": "TMP/empty"}, "data.tokenizer", "TMP/empty",
-     make=folder("empty"))
-case("tokenizer without network", {"data.tokenizer": "nobody/nothing"}, "data.tokenizer", "nobody/nothing", "network",
-     "local folder")
+case("tokenizer folder empty", {"data.tokenizer": "TMP/empty"}, "data.tokenizer", "TMP/empty", make=folder("empty"))
+case(
+    "tokenizer without network",
+    {"data.tokenizer": "nobody/nothing"},
+    "data.tokenizer",
+    "nobody/nothing",
+    "network",
+    "local folder",
+)
 case("unknown model type", architecture(model_type="lama"), "model", "lama", "llama")
 case("not a causal model", {"model.architecture": {"model_type": "vit"}}, "model", "vit", "causal")
-case("unknown architecture setting", architecture(num_layer=2), "model.architecture", "llama has no setting num_layer",
-     "num_hidden_layers")
+case(
+    "unknown architecture setting",
+    architecture(num_layer=2),
+    "model.architecture",
+    "llama has no setting num_layer",
+    "num_hidden_layers",
+)
 case("wrong type in the architecture", architecture(hidden_size="big"), "model", "hidden_size", "int")
 case("heads do not divide", architecture(num_attention_heads=3), "model", "16", "3", "heads")
-case("key heads do not divide", architecture(num_attention_heads=4, num_key_value_heads=3, hidden_size=16),
-     "model.architecture", "4", "3", "num_key_value_heads")
-case("sequence beyond the positions", architecture(max_position_embeddings=16), "data.sequence_length 32",
-     "16 positions")
+case(
+    "key heads do not divide",
+    architecture(num_attention_heads=4, num_key_value_heads=3, hidden_size=16),
+    "model.architecture",
+    "4",
+    "3",
+    "num_key_value_heads",
+)
+case(
+    "sequence beyond the positions", architecture(max_position_embeddings=16), "data.sequence_length 32", "16 positions"
+)
 case("model folder missing", PRETRAINED, "model", "TMP/model", "folder")
 case("model folder empty", PRETRAINED, "model", "TMP/model", make=folder("model"))
-case("model without a tokenizer", PRETRAINED | {"data.tokenizer": None}, "data.tokenizer", "cannot load TMP/model",
-     make=model_folder())
-case("model without network", PRETRAINED | {"model.pretrained": "nobody/nothing"}, "model", "nobody/nothing", "network",
-     "local folder")
+case(
+    "model without a tokenizer",
+    PRETRAINED | {"data.tokenizer": None},
+    "data.tokenizer",
+    "cannot load TMP/model",
+    make=model_folder(),
+)
+case(
+    "model without network",
+    PRETRAINED | {"model.pretrained": "nobody/nothing"},
+    "model",
+    "nobody/nothing",
+    "network",
+    "local folder",
+)
 case("model config is no json", PRETRAINED, "model", "TMP/model", "json", make=model_folder(config=b"{"))
 case("model without weights", PRETRAINED, "model", "TMP/model", "safetensors", make=model_folder(model=None))
 case("model weights cut short", PRETRAINED, "model", "TMP/model", make=model_folder(model=b"\x10\0\0\0\0\0\0\0{"))
 case("model weights incomplete", PRETRAINED, "model", "TMP/model", "mlp", make=half_a_model)
 case("model with its own code", PRETRAINED, "model", "TMP/model", "trust_remote_code", make=model_with_code)
-case("model positions", PRETRAINED | {"data.sequence_length": 64}, "data.sequence_length 64", "32 positions",
-     make=model_folder())
+case(
+    "model positions",
+    PRETRAINED | {"data.sequence_length": 64},
+    "data.sequence_length 64",
+    "32 positions",
+    make=model_folder(),
+)
 case("lora target", {"model.lora.target_modules": ["nope_proj"]}, "model", "nope_proj", "target modules")
 case("unknown attention", {"model.attention": "flash"}, "model", "attn_implementation", "flash", "sdpa")
 case("attention not installed", {"model.attention": "flash_attention_2"}, "model", "FlashAttention2", "installed")
@@ -253,17 +441,19 @@ case("attention not installed", {"model.attention": "flash_attention_2"}, "model
 
 
 def hold_lock(tmp, data):
-    HELD.append(open(tmp / "out" / ".lock", "w"))
-    fcntl.flock(HELD[-1], fcntl.LOCK_EX)
+    HELD.append(FileLock(tmp / "out" / ".lock"))
+    HELD[-1].acquire()
 
 
 def trained(edit=lambda folder: None):
     """The run folder of a finished run, as output_dir."""
+
     def make(tmp, data):
         shutil.rmtree(tmp / "out")
         shutil.copytree(data / "trained", tmp / "out")
         for folder in (tmp / "out" / "checkpoints").iterdir():
             edit(folder)
+
     return make
 
 
@@ -272,12 +462,19 @@ def edit_manifest(config=(), **entries):
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["config"].update(config)
         (folder / "manifest.json").write_text(json.dumps(manifest | entries))
+
     return edit
 
 
 case("output_dir is a file", {"run.output_dir": "TMP/file"}, "run.output_dir", "TMP/file", make=file("file"))
-case("output_dir below a file", {"run.output_dir": "TMP/file/out"}, "run.output_dir", "TMP/file/out", "directory",
-     make=file("file"))
+case(
+    "output_dir below a file",
+    {"run.output_dir": "TMP/file/out"},
+    "run.output_dir",
+    "TMP/file/out",
+    "directory",
+    make=file("file"),
+)
 case("output_dir cannot be made", {"run.output_dir": "/proc/out"}, "run.output_dir /proc/out")
 case("output_dir in use", {}, "run.output_dir", "TMP/out", "in use by another run", "choose another", make=hold_lock)
 case("unknown tracker", {"run.trackers": ["wandbb"]}, "run.trackers", "wandbb", "tensorboard")
@@ -285,33 +482,76 @@ case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dv
 case("resume path missing", {"run.resume": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case("resume path foreign", {"run.resume": "DATA/model"}, "DATA/model/manifest.json", "No such file")
 case("resume from the run folder", {"run.resume": "TMP/out"}, "TMP/out/manifest.json", "No such file")
-case("foreign manifest", {}, "TMP/out/checkpoints/step-0000000", "manifest.json",
-     make=trained(edit_manifest(files=["model.bin"])))
-case("never resume", {"run.resume": "never"}, "run.resume is never", "TMP/out", "another run.output_dir",
-     make=trained())
-case("checkpoint of another model", architecture(hidden_size=32),
-     "model.architecture.hidden_size: 16 in the checkpoint, 32 now",
-     "allow_changes", "new run.output_dir", make=trained())
-case("resume path of another model",
-     architecture(hidden_size=32) | {"run.resume": "DATA/trained/checkpoints/step-00000004"},
-     "model.architecture.hidden_size: 16", "DATA/trained/checkpoints/step-00000004", "run.output_dir")
-case("another model all the same", architecture(hidden_size=32) | {"run.allow_changes": True, "run.max_steps": 8},
-     "step-00000004", "another model", make=trained())
-case("changed mathematics",
-     {"batch.global_batch_size": 5, "data.sequence_length": 16, "run.seed": 1, "optim.learning_rate": 1e-5},
-     "batch.global_batch_size: 4 in the checkpoint, 5 now", "data.sequence_length: 32", "run.seed: 0",
-     "optim.learning_rate", "--run.allow_changes true", "new run.output_dir", make=trained())
-case("changed data", {}, "data fingerprint: 1 in the checkpoint", "step-00000004", "--run.allow_changes true",
-     "new run.output_dir", make=trained(edit_manifest({"data fingerprint": 1})))
+case(
+    "foreign manifest",
+    {},
+    "TMP/out/checkpoints/step-0000000",
+    "manifest.json",
+    make=trained(edit_manifest(files=["model.bin"])),
+)
+case(
+    "never resume", {"run.resume": "never"}, "run.resume is never", "TMP/out", "another run.output_dir", make=trained()
+)
+case(
+    "checkpoint of another model",
+    architecture(hidden_size=32),
+    "model.architecture.hidden_size: 16 in the checkpoint, 32 now",
+    "allow_changes",
+    "new run.output_dir",
+    make=trained(),
+)
+case(
+    "resume path of another model",
+    architecture(hidden_size=32) | {"run.resume": "DATA/trained/checkpoints/step-00000004"},
+    "model.architecture.hidden_size: 16",
+    "DATA/trained/checkpoints/step-00000004",
+    "run.output_dir",
+)
+case(
+    "another model all the same",
+    architecture(hidden_size=32) | {"run.allow_changes": True, "run.max_steps": 8},
+    "step-00000004",
+    "another model",
+    make=trained(),
+)
+case(
+    "changed mathematics",
+    {"batch.global_batch_size": 5, "data.sequence_length": 16, "run.seed": 1, "optim.learning_rate": 1e-5},
+    "batch.global_batch_size: 4 in the checkpoint, 5 now",
+    "data.sequence_length: 32",
+    "run.seed: 0",
+    "optim.learning_rate",
+    "--run.allow_changes true",
+    "new run.output_dir",
+    make=trained(),
+)
+case(
+    "changed data",
+    {},
+    "data fingerprint: 1 in the checkpoint",
+    "step-00000004",
+    "--run.allow_changes true",
+    "new run.output_dir",
+    make=trained(edit_manifest({"data fingerprint": 1})),
+)
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
-case("init_from of a wider model",
-     architecture(hidden_size=32) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
-     "DATA/trained/checkpoints/step-00000004 is of another model")
-case("init_from of a shallower model",
-     architecture(num_hidden_layers=2) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
-     "DATA/trained/checkpoints/step-00000004 is of another model", "layers.1")
-case("init_from of a deeper model", {"run.init_from": "DATA/deeper/checkpoints/step-00000001"},
-     "DATA/deeper/checkpoints/step-00000001 is of another model", "layers.1")
+case(
+    "init_from of a wider model",
+    architecture(hidden_size=32) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
+    "DATA/trained/checkpoints/step-00000004 is of another model",
+)
+case(
+    "init_from of a shallower model",
+    architecture(num_hidden_layers=2) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
+    "DATA/trained/checkpoints/step-00000004 is of another model",
+    "layers.1",
+)
+case(
+    "init_from of a deeper model",
+    {"run.init_from": "DATA/deeper/checkpoints/step-00000001"},
+    "DATA/deeper/checkpoints/step-00000001 is of another model",
+    "layers.1",
+)
 
 # The command line and the launch -------------------------------------------------------------------------------------
 
@@ -319,8 +559,13 @@ case("no arguments", {}, "--config FILE", argv=[])
 case("option without a value", {}, "--run.max_steps", "--section.field VALUE", argv=[*CONFIG, "--run.max_steps"])
 case("stray word", {}, "fast", "--section.field VALUE", argv=[*CONFIG, "fast"])
 case("unknown override", {}, "unknown key", "did you mean run.max_steps", argv=[*CONFIG, "--run.max_step", "3"])
-case("abbreviated override", {}, "max_steps: unknown key", "did you mean run.max_steps",
-     argv=[*CONFIG, "--max_steps", "3"])
+case(
+    "abbreviated override",
+    {},
+    "max_steps: unknown key",
+    "did you mean run.max_steps",
+    argv=[*CONFIG, "--max_steps", "3"],
+)
 case("override of a wrong type", {}, "run.max_steps", "integer", "'ten'", argv=[*CONFIG, "--run.max_steps", "ten"])
 case("override is no yaml", {}, "--data.files", argv=[*CONFIG, "--data.files", "[a"])
 case("override below a field", {}, "run.max_steps", "integer", argv=[*CONFIG, "--run.max_steps.more", "3"])
@@ -328,8 +573,14 @@ case("plan without counts", {}, "--plan", argv=[*CONFIG, "--plan"])
 case("plan for no process", {}, "--plan", "at least 1", argv=[*CONFIG, "--plan", "2", "0"])
 case("plan for a word", {}, "many", argv=[*CONFIG, "--plan", "2", "many"])
 case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
-case("processes without groups", {}, "3 processes form no groups of 2", "multiple of 2",
-     argv=[*CONFIG, "--plan", "3"], env={"PARALLELISM_CONFIG_TP_SIZE": "2"})
+case(
+    "processes without groups",
+    {},
+    "3 processes form no groups of 2",
+    "multiple of 2",
+    argv=[*CONFIG, "--plan", "3"],
+    env={"PARALLELISM_CONFIG_TP_SIZE": "2"},
+)
 case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
 
 
@@ -346,7 +597,8 @@ def data(tmp_path_factory):
     (data / "tokens.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 9)
     (data / "template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}")
+        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    )
     (data / "broken.jinja").write_text("{% for m in messages %}{% generation %}{{ m.role }")
     letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(letters, []))
@@ -418,13 +670,16 @@ def test_enough_cases():
     assert len(CASES) >= 45
 
 
-@pytest.mark.parametrize("processes, changes, word, rows, env", [
-    (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),
-    (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),  # Every rank finds it,
-    (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}),  # only the main process,
-    (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}),  # only another rank.
-    (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}),
-])
+@pytest.mark.parametrize(
+    "processes, changes, word, rows, env",
+    [
+        (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),
+        (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),  # Every rank finds it,
+        (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}),  # only the main process,
+        (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}),  # only another rank.
+        (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}),
+    ],
+)
 def test_bad_launch(tmp_path, data, processes, changes, word, rows, env):
     jsonl(*[{"input_ids": row} for row in rows])(tmp_path, data)
     settings = write_config(tmp_path / "settings.yaml", GOOD | {"data.packing": "none"} | changes, tmp_path, data)
@@ -433,7 +688,7 @@ def test_bad_launch(tmp_path, data, processes, changes, word, rows, env):
     done = helpers.launch(tmp_path, settings, processes=processes, expect=None, env=env)
     messages = re.findall(r"^error: .*", done.output, re.MULTILINE)
     assert done.code != 0 and len(messages) == 1 and word in messages[0], done.output
-    assert "train.py\", line" not in done.output  # No traceback of ours; the launcher prints its own.
+    assert 'train.py", line' not in done.output  # No traceback of ours; the launcher prints its own.
     assert time.monotonic() - started < 60
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command]  # No rank is left.

@@ -92,10 +92,20 @@ FIELDS = schema_fields(SCHEMA, SCHEMA["$defs"])
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, number", [
-    ("1e-4", 1e-4), ("1E-4", 1e-4), ("1.e-4", 1e-4), ("1.0e-4", 1e-4), (".1e-3", 1e-4), ("+1e-4", 1e-4),
-    ("2e3", 2000.0), ("1", 1.0), ("0.5", 0.5),
-])
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("1.e-4", 1e-4),
+        ("1.0e-4", 1e-4),
+        (".1e-3", 1e-4),
+        ("+1e-4", 1e-4),
+        ("2e3", 2000.0),
+        ("1", 1.0),
+        ("0.5", 0.5),
+    ],
+)
 def test_numbers_as_people_write_them(load, text, number):
     """PyYAML reads 1e-4 as a string, since YAML 1.1 wants a dot and a sign. Here it is a number everywhere."""
     assert load(text=GOOD + f"optim: {{learning_rate: {text}}}").optim.learning_rate == number
@@ -117,34 +127,37 @@ def test_one_string_stands_for_a_list_of_one(load):
     assert found.eval.prompts == ["q_proj"]
 
 
-@pytest.mark.parametrize("path, edge, beyond", [
-    ("run.seed", [0, 2**32 - 1], [-1, 2**32]),
-    ("run.max_steps", [1], [0, -1]),
-    ("run.log_every", [1], [0]),
-    ("run.eval_every", [0], [-1]),
-    ("run.save_every", [0], [-1]),
-    ("run.keep_checkpoints", [1], [0]),
-    ("run.max_skipped_steps", [0], [-1]),
-    ("batch.global_batch_size", [1], [0, -8]),
-    ("batch.max_micro_batch_size", [1], [0, "max"]),
-    ("data.format", ["text", "tokens"], ["json"]),
-    ("data.packing", ["none", "concat", "best_fit"], ["true"]),
-    ("data.sequence_length", [2], [1, 0]),
-    ("data.eval_fraction", [0, 0.99], [1.0, -0.1]),
-    ("optim.learning_rate", [1e-12], [0, -1, ".inf", ".nan"]),
-    ("optim.schedule", ["constant", "linear", "cosine"], ["wsd"]),
-    ("optim.warmup_steps", [0, 10], [-1]),
-    ("optim.min_learning_rate_ratio", [0, 1], [-0.1, 1.01]),
-    ("optim.decay_fraction", [1e-9, 1], [0, 1.01]),
-    ("optim.weight_decay", [0], [-0.1]),
-    ("optim.adam_beta1", [0], [1.0]),
-    ("optim.adam_beta2", [0], [1.0, -0.1]),
-    ("optim.adam_eps", [1e-30], [0]),
-    ("optim.max_grad_norm", [1e-9, None], [0]),
-    ("eval.max_rows", [1, None], [0]),
-    ("eval.max_new_tokens", [1], [0]),
-    ("perf.peak_tflops", [1e-3, None], [0]),
-])
+@pytest.mark.parametrize(
+    "path, edge, beyond",
+    [
+        ("run.seed", [0, 2**32 - 1], [-1, 2**32]),
+        ("run.max_steps", [1], [0, -1]),
+        ("run.log_every", [1], [0]),
+        ("run.eval_every", [0], [-1]),
+        ("run.save_every", [0], [-1]),
+        ("run.keep_checkpoints", [1], [0]),
+        ("run.max_skipped_steps", [0], [-1]),
+        ("batch.global_batch_size", [1], [0, -8]),
+        ("batch.max_micro_batch_size", [1], [0, "max"]),
+        ("data.format", ["text", "tokens"], ["json"]),
+        ("data.packing", ["none", "concat", "best_fit"], ["true"]),
+        ("data.sequence_length", [2], [1, 0]),
+        ("data.eval_fraction", [0, 0.99], [1.0, -0.1]),
+        ("optim.learning_rate", [1e-12], [0, -1, ".inf", ".nan"]),
+        ("optim.schedule", ["constant", "linear", "cosine"], ["wsd"]),
+        ("optim.warmup_steps", [0, 10], [-1]),
+        ("optim.min_learning_rate_ratio", [0, 1], [-0.1, 1.01]),
+        ("optim.decay_fraction", [1e-9, 1], [0, 1.01]),
+        ("optim.weight_decay", [0], [-0.1]),
+        ("optim.adam_beta1", [0], [1.0]),
+        ("optim.adam_beta2", [0], [1.0, -0.1]),
+        ("optim.adam_eps", [1e-30], [0]),
+        ("optim.max_grad_norm", [1e-9, None], [0]),
+        ("eval.max_rows", [1, None], [0]),
+        ("eval.max_new_tokens", [1], [0]),
+        ("perf.peak_tflops", [1e-3, None], [0]),
+    ],
+)
 def test_ranges(load, refusal, path, edge, beyond):
     for value in edge:
         assert at(load(f"--{path}={json.dumps(value)}"), path) == value
@@ -160,12 +173,23 @@ def test_every_field_refuses_another_type(refusal):
         assert re.match(rf"(--)?{path}\b.*$(?!\n)", message or "accepted"), f"{path}: {message}"
 
 
-@pytest.mark.parametrize("path, value", [
-    ("run.max_steps", "'10'"), ("run.max_steps", "10.0"), ("run.max_steps", "true"), ("run.seed", "1e3"),
-    ("run.seed", "[1]"), ("run.allow_changes", "1"), ("run.allow_changes", "'true'"), ("run.output_dir", "7"),
-    ("optim.learning_rate", "true"), ("data.files", "[1]"),
-    ("batch.max_micro_batch_size", "8.0"), ("run.allow_changes", "0"),
-])
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("run.max_steps", "'10'"),
+        ("run.max_steps", "10.0"),
+        ("run.max_steps", "true"),
+        ("run.seed", "1e3"),
+        ("run.seed", "[1]"),
+        ("run.allow_changes", "1"),
+        ("run.allow_changes", "'true'"),
+        ("run.output_dir", "7"),
+        ("optim.learning_rate", "true"),
+        ("data.files", "[1]"),
+        ("batch.max_micro_batch_size", "8.0"),
+        ("run.allow_changes", "0"),
+    ],
+)
 def test_nothing_is_converted(refusal, path, value):
     """A quoted number or a 1 for true is more often a mistake than a wish."""
     assert refusal(f"--{path}={value}").startswith(path)
@@ -182,19 +206,22 @@ def test_a_misspelled_key_is_refused_and_the_right_one_named(refusal):
         assert refusal(text=good_with(typo, 1)) in answers
 
 
-@pytest.mark.parametrize("key, answer", [
-    ("run.max_step", "run.max_step: unknown key; did you mean run.max_steps?"),
-    ("run.max-steps", "run.max-steps: unknown key; did you mean run.max_steps?"),
-    ("run.Max_Steps", "run.Max_Steps: unknown key; did you mean run.max_steps?"),
-    ("max_steps", "max_steps: unknown key; did you mean run.max_steps?"),
-    ("run.learning_rate", "run.learning_rate: unknown key; did you mean optim.learning_rate?"),
-    ("data.global_batch_size", "data.global_batch_size: unknown key; did you mean batch.global_batch_size?"),
-    ("optimizer.learning_rate", "optimizer: unknown key; did you mean optim"),  # The section, whatever is in it.
-    ("optim.lr", "optim.lr: unknown key; did you mean optim.learning_rate?"),
-    ("run.epochs", "run.epochs: unknown key; did you mean run.max_epochs?"),
-    ("run.zzzzzzzz", "run.zzzzzzzz: unknown key; python train.py --help"),  # Nothing is near.
-    ("zzz.zzz", "zzz: unknown key; python train.py --help"),
-])
+@pytest.mark.parametrize(
+    "key, answer",
+    [
+        ("run.max_step", "run.max_step: unknown key; did you mean run.max_steps?"),
+        ("run.max-steps", "run.max-steps: unknown key; did you mean run.max_steps?"),
+        ("run.Max_Steps", "run.Max_Steps: unknown key; did you mean run.max_steps?"),
+        ("max_steps", "max_steps: unknown key; did you mean run.max_steps?"),
+        ("run.learning_rate", "run.learning_rate: unknown key; did you mean optim.learning_rate?"),
+        ("data.global_batch_size", "data.global_batch_size: unknown key; did you mean batch.global_batch_size?"),
+        ("optimizer.learning_rate", "optimizer: unknown key; did you mean optim"),  # The section, whatever is in it.
+        ("optim.lr", "optim.lr: unknown key; did you mean optim.learning_rate?"),
+        ("run.epochs", "run.epochs: unknown key; did you mean run.max_epochs?"),
+        ("run.zzzzzzzz", "run.zzzzzzzz: unknown key; python train.py --help"),  # Nothing is near.
+        ("zzz.zzz", "zzz: unknown key; python train.py --help"),
+    ],
+)
 def test_did_you_mean(refusal, key, answer):
     assert refusal(f"--{key}", "5").startswith(answer)
 
@@ -207,15 +234,18 @@ def test_all_problems_are_told_at_once(refusal):
 # YAML ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, line, column, word", [
-    ("run: @x\n", 1, 6, "token"),
-    ("run:\n  max_steps: 3\n\tseed: 1\n", 3, 1, ""),  # Indented by a tab.
-    ("run:\n  max_steps: 3\nbatch: [1\n", 4, 1, "]"),  # Still open at the end.
-    ("run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n", 4, 3, "max_steps"),  # The second of two.
-    ("run: {seed: 1}\nbatch: {}\nrun: {seed: 2}\n", 3, 1, "run"),
-    ("model:\n  architecture:\n    {hidden_size: 8, 'hidden_size': 16}\n", 3, 22, "hidden_size"),
-    ("run: !!python/name:os.system\n", 1, 6, "python/name"),  # Nothing is ever executed.
-])
+@pytest.mark.parametrize(
+    "text, line, column, word",
+    [
+        ("run: @x\n", 1, 6, "token"),
+        ("run:\n  max_steps: 3\n\tseed: 1\n", 3, 1, ""),  # Indented by a tab.
+        ("run:\n  max_steps: 3\nbatch: [1\n", 4, 1, "]"),  # Still open at the end.
+        ("run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n", 4, 3, "max_steps"),  # The second of two.
+        ("run: {seed: 1}\nbatch: {}\nrun: {seed: 2}\n", 3, 1, "run"),
+        ("model:\n  architecture:\n    {hidden_size: 8, 'hidden_size': 16}\n", 3, 22, "hidden_size"),
+        ("run: !!python/name:os.system\n", 1, 6, "python/name"),  # Nothing is ever executed.
+    ],
+)
 def test_yaml_errors_name_line_and_column(refusal, text, line, column, word):
     message = refusal(text=text)
     assert re.search(f"line {line}, column {column}\\b", message) and word in message
@@ -234,24 +264,27 @@ def test_an_empty_file_is_only_incomplete(refusal):
 # The command line ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words, path, value", [
-    (["--run.max_steps", "20"], "run.max_steps", 20),
-    (["--run.max_steps=20"], "run.max_steps", 20),
-    (["--run.output_dir=a=b"], "run.output_dir", "a=b"),
-    (["--run.seed", "1", "--run.seed", "2"], "run.seed", 2),
-    (["--data.eval_fraction", ".5"], "data.eval_fraction", 0.5),
-    (["--data.files", "[a, b]"], "data.files", ["a", "b"]),
-    (["--run.trackers", "[]"], "run.trackers", []),
-    (["--optim.max_grad_norm", "null"], "optim.max_grad_norm", None),
-    (["--batch.global_batch_size", "null", "--batch.global_batch_tokens", "1024"], "global_batch_size", 2),
-    (["--run.max_steps", "null", "--run.max_epochs", "3"], "run.max_epochs", 3.0),
-    (["--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
-    (["--model.architecture.hidden_size", "64"], "model.architecture", {"model_type": "llama", "hidden_size": 64}),
-    (["--model.architecture.rope.theta", "1e4"], "model.architecture.rope", {"theta": 1e4}),
-    (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),
-    (["--model.architecture", "null", "--model.pretrained", "./x"], "model.pretrained", "./x"),
-    (["--data.eval_source.path", "held-out"], "data.eval_source.path", "held-out"),
-])
+@pytest.mark.parametrize(
+    "words, path, value",
+    [
+        (["--run.max_steps", "20"], "run.max_steps", 20),
+        (["--run.max_steps=20"], "run.max_steps", 20),
+        (["--run.output_dir=a=b"], "run.output_dir", "a=b"),
+        (["--run.seed", "1", "--run.seed", "2"], "run.seed", 2),
+        (["--data.eval_fraction", ".5"], "data.eval_fraction", 0.5),
+        (["--data.files", "[a, b]"], "data.files", ["a", "b"]),
+        (["--run.trackers", "[]"], "run.trackers", []),
+        (["--optim.max_grad_norm", "null"], "optim.max_grad_norm", None),
+        (["--batch.global_batch_size", "null", "--batch.global_batch_tokens", "1024"], "global_batch_size", 2),
+        (["--run.max_steps", "null", "--run.max_epochs", "3"], "run.max_epochs", 3.0),
+        (["--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
+        (["--model.architecture.hidden_size", "64"], "model.architecture", {"model_type": "llama", "hidden_size": 64}),
+        (["--model.architecture.rope.theta", "1e4"], "model.architecture.rope", {"theta": 1e4}),
+        (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),
+        (["--model.architecture", "null", "--model.pretrained", "./x"], "model.pretrained", "./x"),
+        (["--data.eval_source.path", "held-out"], "data.eval_source.path", "held-out"),
+    ],
+)
 def test_overrides(load, words, path, value):
     assert at(load(*words), path) == value
 
@@ -266,16 +299,19 @@ def test_an_override_changes_only_what_it_names(load):
     assert before == after
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--run.max_steps"], "run.max_steps"),
-    (["--run.max_steps", "--run.seed", "3"], "run.max_steps"),  # Its value is missing, not "--run.seed".
-    (["--run.output_dir=", "--run.seed", "3"], "run.output_dir"),
-    (["20"], "20"),
-    (["-run.max_steps", "20"], "-run.max_steps"),
-    (["--run.max_step", "5"], "run.max_step: unknown key; did you mean run.max_steps?"),
-    (["--run", "5"], "run: "),
-    (["--run.max_steps.x", "5"], "run.max_steps"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--run.max_steps"], "run.max_steps"),
+        (["--run.max_steps", "--run.seed", "3"], "run.max_steps"),  # Its value is missing, not "--run.seed".
+        (["--run.output_dir=", "--run.seed", "3"], "run.output_dir"),
+        (["20"], "20"),
+        (["-run.max_steps", "20"], "-run.max_steps"),
+        (["--run.max_step", "5"], "run.max_step: unknown key; did you mean run.max_steps?"),
+        (["--run", "5"], "run: "),
+        (["--run.max_steps.x", "5"], "run.max_steps"),
+    ],
+)
 def test_command_lines_that_are_refused(refusal, words, message):
     """The message opens with the word that is wrong."""
     assert (refusal(*words) or "accepted").removeprefix("--").startswith(message)
@@ -325,10 +361,16 @@ def test_exactly_one(refusal, rule, fields):
             assert message and not [name for name in names if name not in message], (values, message)
 
 
-@pytest.mark.parametrize("tokens, rows, near", [  # Rows are 512 tokens long.
-    (8192, 16, None), (512, 1, None), (8000, None, "7680 and 8192"), (8193, None, "8192 and 8704"),
-    (100, None, "512"),  # Zero rows are no alternative.
-])
+@pytest.mark.parametrize(
+    "tokens, rows, near",
+    [  # Rows are 512 tokens long.
+        (8192, 16, None),
+        (512, 1, None),
+        (8000, None, "7680 and 8192"),
+        (8193, None, "8192 and 8704"),
+        (100, None, "512"),  # Zero rows are no alternative.
+    ],
+)
 def test_global_batch_tokens_are_whole_rows(load, refusal, tokens, rows, near):
     words = "--batch.global_batch_size=null", f"--batch.global_batch_tokens={tokens}"
     if rows:

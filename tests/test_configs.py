@@ -40,8 +40,13 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)  # From where its command is given, and its paths are meant.
     config = train.load_config(["--config", str(file)])[0].model_dump()
     kind = "messages" if config["data"]["format"] == "chat" else "text"
-    config["data"] |= {"files": [str(hub / kind / "train")], "path": None, "name": None, "split": "train",
-                       "sequence_length": 64}
+    config["data"] |= {
+        "files": [str(hub / kind / "train")],
+        "path": None,
+        "name": None,
+        "split": "train",
+        "sequence_length": 64,
+    }
     if config["data"]["eval_source"]:
         config["data"]["eval_source"] = {"files": [str(hub / kind / "held-out")]}
     else:
@@ -52,10 +57,21 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
         config["model"]["pretrained"] = str(hub / "model")
     else:
         config["model"]["architecture"] |= {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2}
-    config["run"] |= {"max_steps": 6, "max_epochs": None, "max_tokens": None, "log_every": 1, "eval_every": 3,
-                      "save_every": 3, "output_dir": str(tmp_path / "run")}
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    config["run"] |= {
+        "max_steps": 6,
+        "max_epochs": None,
+        "max_tokens": None,
+        "log_every": 1,
+        "eval_every": 3,
+        "save_every": 3,
+        "output_dir": str(tmp_path / "run"),
+    }
     config["batch"] |= {"global_batch_size": 8, "global_batch_tokens": None, "max_micro_batch_size": 4}
     config["optim"] |= {"learning_rate": 0.01, "warmup_steps": 2}
     config["eval"] |= {"max_rows": 8, "max_new_tokens": 4}

@@ -157,7 +157,7 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     with monkeypatch.context() as patch:
         poison(patch, {5}, how)
         done = helpers.run(tmp_path, config, "--run.log_every", log_every, expect=1)
-    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    (message,) = re.findall("^error: .*", done.output, re.MULTILINE)
     assert "step 5" in message and "step-00000004" in message
     # The rows of step 5: positions 40 to 49 of the stream of shuffled epochs of 23 rows.
     stream = np.concatenate([np.random.default_rng([7, epoch]).permutation(23) for epoch in range(3)])
@@ -182,7 +182,7 @@ def test_not_finite_skip(whole, tmp_path, monkeypatch, how):
 def test_not_finite_gives_up(whole, tmp_path, monkeypatch):
     poison(monkeypatch, {2, 4, 5, 6}, in_the_loss)
     done = helpers.run(tmp_path, whole[0], "--run.max_skipped_steps", 1, expect=1)
-    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    (message,) = re.findall("^error: .*", done.output, re.MULTILINE)
     assert "step 4" in message and "step-00000004" in message  # Not step 2, which was skipped and survived.
     assert [line["step"] for line in done.metrics if "train/loss" in line] == [1, 2, 3, 4]
 
@@ -202,6 +202,7 @@ def no_memory(*_):
 
 def limit_memory(monkeypatch, rows, where="forward"):
     """Memory for so many rows in one pass."""
+
     def before(call, ids):
         if where == "forward" and len(ids) > rows:
             no_memory()
@@ -223,8 +224,10 @@ def limit_memory(monkeypatch, rows, where="forward"):
     monkeypatch.setattr(module, "adam", update)
 
 
-@pytest.mark.parametrize("rows, where, micro_batch_size", [
-    (1, "forward", 1), (3, "forward", 3), (4, "backward", 4), (7, "forward", 5), (99, "forward", 10)])
+@pytest.mark.parametrize(
+    "rows, where, micro_batch_size",
+    [(1, "forward", 1), (3, "forward", 3), (4, "backward", 4), (7, "forward", 5), (99, "forward", 10)],
+)
 def test_auto_finds_what_fits(whole, tmp_path, monkeypatch, rows, where, micro_batch_size):
     limit_memory(monkeypatch, rows, where)
     results = []
@@ -249,7 +252,7 @@ def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):
 def test_out_of_memory_while_training(whole, tmp_path, monkeypatch, where):
     limit_memory(monkeypatch, 5, where)
     done = helpers.run(tmp_path, whole[0], expect=1)
-    message, = re.findall("^error: .*", done.output, re.MULTILINE)
+    (message,) = re.findall("^error: .*", done.output, re.MULTILINE)
     assert "out of memory" in message and re.search("result .*(same|not change)", message)
     advice = re.search(r"batch\.max_micro_batch_size (?:to )?(\d+)", message)[1]  # What to write, and it works:
     done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", advice)

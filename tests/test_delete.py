@@ -15,29 +15,58 @@ CUTS = re.search(r" {8}else:  # Cut every document.*\n((?: {12}.*\n)+)", SOURCE)
 # Of each feature: what goes whole (top-level names and lines that begin so), and pieces of text that change.
 FEATURES = {
     "LoRA": (
-        ["add_lora"], ["lora: dict[str, Any]", "model = add_lora(model, config.lora)", "model = add_lora(model, lora)"],
-        {"found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, ":
-         "found: transformers.PreTrainedConfig, ", "bare.config, config.model.lora, length": "bare.config, length"}),
+        ["add_lora"],
+        ["lora: dict[str, Any]", "model = add_lora(model, config.lora)", "model = add_lora(model, lora)"],
+        {
+            "PreTrainedConfig, lora: dict[str, Any] | None, ": "PreTrainedConfig, ",
+            "bare.config, config.model.lora, length": "bare.config, length",
+        },
+    ),
     "samples": (
-        ["sample"], ["prompts: Texts", "max_new_tokens: int", "temperature: float", 'meter.enter("sampling")',
-                     "line |= sample("], {}),
+        ["sample"],
+        ["prompts: Texts", "max_new_tokens: int", "temperature: float", 'meter.enter("sampling")', "line |= sample("],
+        {},
+    ),
     "trackers": (
-        [], ["trackers: Texts", "missing = {*config.run.trackers}", "require(not missing,", "accelerator.log(",
-             "accelerator.init_trackers("],
-        {", or run.trackers": "", "log_with=config.run.trackers or None, ": ""}),
+        [],
+        [
+            "trackers: Texts",
+            "missing = {*config.run.trackers}",
+            "require(not missing,",
+            "accelerator.log(",
+            "accelerator.init_trackers(",
+        ],
+        {", or run.trackers": "", "log_with=config.run.trackers or None, ": ""},
+    ),
     "packing": (
-        [], ["packing: Literal", "cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])",
-             'if packing == "concat":', 'if packing == "best_fit":', "from trl", "documents = pack_dataset(",
-             'elif packing == "best_fit":', "cuts, offsets = offsets, np.cumsum(", "packed = any(",
-             'if "position_ids" in batch', 'document = (batch["position_ids"]', 'inputs["attention_mask"] = (document'],
-        {CUTS[0]: re.sub("^    ", "", CUTS[1], flags=re.M),
-         "documents: datasets.Dataset, packing: str, ": "documents: datasets.Dataset, ",
-         "Dataset(part, config.packing, ": "Dataset(part, ", "batch if packed else batch[:2]": "batch[:2]",
-         ' - {"seq_lengths"}': "",
-         "check_loss(bare, config.data.packing, ": "check_loss(bare, ",
-         '("sdpa", "eager") * (config.data.packing != "none") + ': "",
-         "packing: str, chunked": "chunked", 'rows if packing == "none" else [np.hstack(rows)]': "rows",
-         'length if config.data.packing == "none" else length // 2': "length"}),
+        [],
+        [
+            "packing: Literal",
+            "cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])",
+            'if packing == "concat":',
+            'if packing == "best_fit":',
+            "from trl",
+            "documents = pack_dataset(",
+            'elif packing == "best_fit":',
+            "cuts, offsets = offsets, np.cumsum(",
+            "packed = any(",
+            'if "position_ids" in batch',
+            'document = (batch["position_ids"]',
+            'inputs["attention_mask"] = (document',
+        ],
+        {
+            CUTS[0]: re.sub("^    ", "", CUTS[1], flags=re.M),
+            "documents: datasets.Dataset, packing: str, ": "documents: datasets.Dataset, ",
+            "Dataset(part, config.packing, ": "Dataset(part, ",
+            "batch if packed else batch[:2]": "batch[:2]",
+            ' - {"seq_lengths"}': "",
+            "check_loss(bare, config.data.packing, ": "check_loss(bare, ",
+            '("sdpa", "eager") * (config.data.packing != "none") + ': "",
+            "packing: str, chunked": "chunked",
+            'rows if packing == "none" else [np.hstack(rows)]': "rows",
+            'length if config.data.packing == "none" else length // 2': "length",
+        },
+    ),
 }
 
 
@@ -64,8 +93,12 @@ def test_the_run_is_the_same_without(tmp_path, feature):
         del config["run"]["trackers"]
     if feature == "packing":
         del config["data"]["packing"]
-    whole = run(tmp_path, config, *(("--run.trackers", "[]") if feature == "trackers" else ()),
-                *(("--data.packing", "none") if feature == "packing" else ()))
+    whole = run(
+        tmp_path,
+        config,
+        *(("--run.trackers", "[]") if feature == "trackers" else ()),
+        *(("--data.packing", "none") if feature == "packing" else ()),
+    )
     script = tmp_path / "train.py"
     script.write_text(without(SOURCE, feature))
     subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", script], check=True)
@@ -77,6 +110,10 @@ def test_the_run_is_the_same_without(tmp_path, feature):
     assert difference(done.weights, whole.weights) == 0 and done.losses == whole.losses
     assert done.checkpoints == whole.checkpoints
     kept = yaml.safe_load((fork / "run" / "config.yaml").read_text())
-    gone = {"LoRA": ("model", "lora"), "samples": ("eval", "prompts"), "trackers": ("run", "trackers"),
-            "packing": ("data", "packing")}[feature]
+    gone = {
+        "LoRA": ("model", "lora"),
+        "samples": ("eval", "prompts"),
+        "trackers": ("run", "trackers"),
+        "packing": ("data", "packing"),
+    }[feature]
     assert gone[1] not in kept[gone[0]]

@@ -48,22 +48,50 @@ class Nodes:
         self.config, self.done = write_config(folder, config), Done(0, "", folder / "run")
 
     def start(self, name: str, command: list) -> None:
-        log = self.stack.enter_context(open(self.folder / f"{name}.log", "a"))
+        log = self.stack.enter_context((self.folder / f"{name}.log").open("a"))
         env = {"ACCELERATE_MIXED_PRECISION": "no", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "INFO"}
         self.running[name] = subprocess.Popen(
-            list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=os.environ | env)
+            list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=os.environ | env
+        )
         self.stack.callback(kill_tree, self.running[name])
 
     def join(self, name: str, hosts: bool) -> None:
         """The README's command on one more node. Which of them holds the meeting point is told by HOST's name there;
         here all are the same machine."""
-        self.start(name, [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", 1,
-            "--max-restarts", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
-            "--rdzv-id", "test", "--rdzv-conf", f"{QUICK},is_host={hosts}", "--local-addr", "127.0.0.1",
-            ROOT / "train.py", "--config", self.config,
-            # Sampling after every step leaves the time to kill in the middle, and must not change the weights.
-            "--run.eval_every", 1, "--eval.max_new_tokens", 40, "--eval.prompts", "[a]"])
+        self.start(
+            name,
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "1:2",
+                "--nproc-per-node",
+                1,
+                "--max-restarts",
+                3,
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{self.port}",
+                "--rdzv-id",
+                "test",
+                "--rdzv-conf",
+                f"{QUICK},is_host={hosts}",
+                "--local-addr",
+                "127.0.0.1",
+                ROOT / "train.py",
+                "--config",
+                self.config,
+                # Sampling after every step leaves the time to kill in the middle, and must not change the weights.
+                "--run.eval_every",
+                1,
+                "--eval.max_new_tokens",
+                40,
+                "--eval.prompts",
+                "[a]",
+            ],
+        )
 
     def kill(self, name: str) -> None:
         kill_tree(self.running[name])
@@ -99,6 +127,7 @@ class Nodes:
 
     def wait_for_launch(self, processes: int, steps: int = 1) -> dict:
         """The plan line of the newest launch once it is one of so many processes and has done so many steps."""
+
         def found():
             newest = (self.launches() or [{}])[-1]
             with contextlib.suppress(json.JSONDecodeError):
@@ -124,7 +153,7 @@ def assert_same(nodes: Nodes, whole: Done, launches: list[int]) -> None:
     """The finished run had launches of these process counts, the same global batch in all of them, and is `whole`."""
     done, plans = nodes.done, nodes.launches()
     # Nodes that did not become ready together may have begun with a launch of one.
-    assert [plan["plan/num_processes"] for plan in plans][-len(launches):] == launches, nodes.logs()
+    assert [plan["plan/num_processes"] for plan in plans][-len(launches) :] == launches, nodes.logs()
     for plan in plans:
         assert plan["plan/grad_accum_steps"] == PLAN[plan["plan/num_processes"]]
         assert plan["plan/micro_batch_size"] == 3 and plan["plan/global_batch_size"] == 10

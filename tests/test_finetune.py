@@ -43,7 +43,12 @@ OWN_TEMPLATE = """{%- for message in messages -%}
 CHATS = {
     "two turns": [("user", "2+2?"), ("assistant", "It is 4.")],
     "several turns after one of the system": [
-        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye"), ("assistant", "Bye")],
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello!"),
+        ("user", "Bye"),
+        ("assistant", "Bye"),
+    ],
     "the user has the last word": [("user", "A"), ("assistant", "B or C"), ("user", "Which one?")],
     "the assistant alone": [("assistant", "Hear, hear")],
     "nothing to learn": [("user", "Anybody there?")],
@@ -61,8 +66,11 @@ def byte_tokenizer(folder: Path, template: str | None) -> str:
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>",
-        additional_special_tokens=["<|im_start|>"])
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"],
+    )
     fast.chat_template = template
     fast.save_pretrained(folder)
     assert fast.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]) == [END, START]
@@ -96,8 +104,14 @@ def chat(tmp_path_factory):
     byte_tokenizer(folder / "with", OWN_TEMPLATE)
     config = tiny_config(folder)
     path = write_chats(folder / "chats", "content")
-    config["data"] = {"path": path, "format": "chat", "tokenizer": str(folder / "without"), "sequence_length": 48,
-                      "chat_template": str(CHATML), "eval_source": {"path": path}}
+    config["data"] = {
+        "path": path,
+        "format": "chat",
+        "tokenizer": str(folder / "without"),
+        "sequence_length": 48,
+        "chat_template": str(CHATML),
+        "eval_source": {"path": path},
+    }
     config["run"]["max_steps"] = 8
     config["eval"] = {"prompts": ["é?"], "max_new_tokens": 8, "temperature": 0.0}
     return folder, config
@@ -107,8 +121,11 @@ def chat(tmp_path_factory):
 @pytest.mark.parametrize("chatml", [True, False], ids=["configs/chat_template.jinja", "the tokenizer's template"])
 def test_tokens_and_labels_of_conversations(chat, tmp_path, chatml, first):
     """All is masked but what the assistant says, and the end token by which it learns to stop."""
-    data = train.Data(format="chat", tokenizer=str(chat[0] / ("without" if chatml else "with")),
-                      chat_template=str(CHATML) if chatml else None)
+    data = train.Data(
+        format="chat",
+        tokenizer=str(chat[0] / ("without" if chatml else "with")),
+        chat_template=str(CHATML) if chatml else None,
+    )
     documents = datasets.load_from_disk(write_chats(tmp_path / "chats", first))
     rows = list(train.tokenize(documents, data, train.load_tokenizer(data, train.Model())))
     assert rows == [by_hand(chat, chatml) for chat in CHATS.values()]
@@ -156,8 +173,10 @@ def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
 
 # LoRA -----------------------------------------------------------------------------------------------------------------
 
-LORA = {"some matrices": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]},
-        "all-linear": {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear"}}
+LORA = {
+    "some matrices": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "all-linear": {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear"},
+}
 
 
 def adapters(done: Done) -> dict[str, torch.Tensor]:
@@ -188,8 +207,12 @@ def lora(tmp_path_factory):
     @cache
     def result(kind: str):
         own = config | {"model": config["model"] | {"lora": LORA[kind]}}
-        truth = train_reference(own, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], held_out,
-                                adapt=lambda model: adapt(LORA[kind], model))
+        truth = train_reference(
+            own,
+            lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]],
+            held_out,
+            adapt=lambda model: adapt(LORA[kind], model),
+        )
         clipped = sum(norm > 0.8 for norm in truth.grad_norms)
         assert 3 < clipped < 27 and truth.losses[-1] < truth.losses[0] - 0.5
         assert all(weight.abs().max() > 0.01 for weight in truth.weights.values())
@@ -207,10 +230,13 @@ def check(done: Done, truth, after: int = 0) -> None:
 @pytest.fixture(scope="module")
 def lora_runs(lora, tmp_path_factory):
     """lora_runs(kind, how): the finished run, made once."""
+
     @cache
     def result(kind: str, how: str) -> Done:
-        folder, config = tmp_path_factory.mktemp("run"), lora(kind)[0] | {"batch": {
-            "global_batch_size": 10, "max_micro_batch_size": 3}}
+        folder, config = (
+            tmp_path_factory.mktemp("run"),
+            lora(kind)[0] | {"batch": {"global_batch_size": 10, "max_micro_batch_size": 3}},
+        )
         if how == "alone":
             return run(folder, config)
         if how == "DDP":
@@ -243,7 +269,8 @@ def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
         names |= json.loads(content[8 : 8 + header]).keys() - {"__metadata__"}
         size += len(content) - 8 - header
     assert names == {f"model.{name}" for name in truth.weights} | {
-        f"optimizer.state.{name}.{part}" for name in truth.weights for part in ("exp_avg", "exp_avg_sq", "step")}
+        f"optimizer.state.{name}.{part}" for name in truth.weights for part in ("exp_avg", "exp_avg_sq", "step")
+    }
     ranks = 1 if how == "DDP" else 2  # AdamW's count is no shard.
     weights = sum(3 * 4 * weight.numel() for weight in truth.weights.values())
     assert weights + 4 * len(truth.weights) <= size <= weights + 4 * len(truth.weights) * ranks
@@ -297,8 +324,14 @@ def test_lora_beside_weights_in_bf16(lora, tmp_path):
 
     run_settings = "--model.dtype", "bfloat16", "--run.max_steps", 5  # All in warmup: the rates are those of 30 steps.
     alone = run(tmp_path, config, *run_settings)
-    sharded = test_launchers.launch(tmp_path, config, "fsdp2", "--num_processes", 2, settings=(
-        *map(str, run_settings), "--run.output_dir", str(tmp_path / "sharded")))  # As shipped, in mixed precision.
+    sharded = test_launchers.launch(
+        tmp_path,
+        config,
+        "fsdp2",
+        "--num_processes",
+        2,
+        settings=(*map(str, run_settings), "--run.output_dir", str(tmp_path / "sharded")),
+    )  # As shipped, in mixed precision.
     for done in alone, sharded:
         np.testing.assert_allclose(done.losses, truth.losses[:5], rtol=1e-2)
         assert done.losses != pytest.approx(truth.losses[:5], rel=1e-6)  # It was not float32.
@@ -311,11 +344,22 @@ def test_lora_flops(targets):
     more. In front of the first adapter nothing needs a gradient."""
     hidden, inner, layers, heads, groups, size, vocabulary, length, r = 512, 1024, 3, 8, 2, 64, 4000, 256, 8
     found = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=groups, head_dim=size, vocab_size=vocabulary, max_position_embeddings=length)
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+    )
     qkv = {"q_proj": (hidden, heads * size), "k_proj": (hidden, groups * size), "v_proj": (hidden, groups * size)}
-    rest = {"o_proj": (heads * size, hidden), "gate_proj": (hidden, inner), "up_proj": (hidden, inner),
-            "down_proj": (inner, hidden)}
+    rest = {
+        "o_proj": (heads * size, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
     matrices = qkv | rest
     chosen = {name: m for name, m in matrices.items() if targets == "all-linear" or name in targets}
     of_layer, of_qkv = (sum(a * b for a, b in group.values()) for group in (matrices, qkv))
@@ -358,9 +402,18 @@ def saved_names(folder: Path) -> set[str]:
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-@pytest.mark.parametrize("how, case", [
-    ("alone", "regional"), ("alone", "full"), ("alone", "checkpointing"), ("DDP", "full"), ("DDP", "chunked"),
-    ("DDP", "regional, checkpointing"), ("FSDP2", "regional, checkpointing")])
+@pytest.mark.parametrize(
+    "how, case",
+    [
+        ("alone", "regional"),
+        ("alone", "full"),
+        ("alone", "checkpointing"),
+        ("DDP", "full"),
+        ("DDP", "chunked"),
+        ("DDP", "regional, checkpointing"),
+        ("FSDP2", "regional, checkpointing"),
+    ],
+)
 def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, how, case):
     (config, before), settings = plain, CASES[case]
     torch._dynamo.reset()  # As in a process of its own.
@@ -374,7 +427,8 @@ def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, 
         done = launch(tmp_path, config, *settings, processes=2)
     else:
         done = test_launchers.launch(
-            tmp_path, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no", settings=settings)
+            tmp_path, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no", settings=settings
+        )
     assert done.metrics[0]["plan/num_processes"] == (1 if how == "alone" else 2)
     np.testing.assert_allclose(done.losses, before.losses, rtol=1e-5)
     assert difference(done.weights, before.weights) < 1e-5

@@ -32,8 +32,12 @@ def definitions(source: str) -> dict[str, tuple[int, int]]:
 
 def fork(source: str, changes: str) -> str:
     """The script with the changes of tests/fork_classifier.py. Fails if one of them has nothing to change any more."""
-    known = {target.id: ast.literal_eval(node.value) for node in ast.parse(changes).body
-             if isinstance(node, ast.Assign) for target in node.targets}
+    known = {
+        target.id: ast.literal_eval(node.value)
+        for node in ast.parse(changes).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
     ours, theirs = source.splitlines(keepends=True), changes.splitlines(keepends=True)
     old, new = definitions(source), definitions(changes)
     for name in sorted(new, key=lambda name: old[name], reverse=True):  # From the end: earlier places stay valid.
@@ -80,22 +84,44 @@ def task(tmp_path_factory):
     rows, held_out = generate(folder / "images", IMAGES, 0), generate(folder / "held-out", 21, 1)
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    transformers.ViTForImageClassification(transformers.ViTConfig(
-        **shape, image_size=SIDE, patch_size=2, num_channels=1, num_labels=CLASSES, initializer_range=0.1,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).save_pretrained(folder / "start")
+    transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            **shape,
+            image_size=SIDE,
+            patch_size=2,
+            num_channels=1,
+            num_labels=CLASSES,
+            initializer_range=0.1,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    ).save_pretrained(folder / "start")
     config = {
         "run": {"max_steps": 30, "seed": 7, "log_every": 1, "eval_every": 0, "save_every": 8, "trackers": []},
         "batch": {"global_batch_size": 10, "max_micro_batch_size": 2},
-        "data": {"path": str(folder / "images"), "sequence_length": PATCHES,
-                 "eval_source": {"path": str(folder / "held-out")}},
+        "data": {
+            "path": str(folder / "images"),
+            "sequence_length": PATCHES,
+            "eval_source": {"path": str(folder / "held-out")},
+        },
         "model": {"pretrained": str(folder / "start")},
-        "optim": {"learning_rate": 0.003, "warmup_steps": 3, "schedule": "cosine", "min_learning_rate_ratio": 0.1,
-                  "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-5, "max_grad_norm": 2.0},
+        "optim": {
+            "learning_rate": 0.003,
+            "warmup_steps": 3,
+            "schedule": "cosine",
+            "min_learning_rate_ratio": 0.1,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-5,
+            "max_grad_norm": 2.0,
+        },
     }
     order = shuffled(7, IMAGES, 300)
     kind = transformers.AutoModelForImageClassification
-    did = train_reference(config, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], kind=kind,
-                          summed_loss=summed_loss)
+    did = train_reference(
+        config, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], kind=kind, summed_loss=summed_loss
+    )
     assert did.losses[-1] < did.losses[0] / 2 and min(did.grad_norms) < 2 < max(did.grad_norms)
     trained = kind.from_pretrained(folder / "start")
     trained.load_state_dict(did.weights)

@@ -22,7 +22,18 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    ROOT, VOCABULARY, Done, difference, free_port, kill_tree, launch, make_rows, run, start, tiny_config, write_config,
+    ROOT,
+    VOCABULARY,
+    Done,
+    difference,
+    free_port,
+    kill_tree,
+    launch,
+    make_rows,
+    run,
+    start,
+    tiny_config,
+    write_config,
     write_rows,
 )
 
@@ -88,8 +99,19 @@ def config_to_kill(folder: Path) -> dict:
     config["data"]["eval_source"]["path"] = str(write_rows(folder / "many", make_rows(lengths, seed=5, masked=0.4)))
     torch.manual_seed(1)
     architecture = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=30_000, initializer_range=0.1,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=1)
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=30_000,
+        initializer_range=0.1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
     transformers.AutoModelForCausalLM.from_config(architecture).save_pretrained(folder / "long")
     config["model"]["pretrained"] = str(folder / "long")
     return config
@@ -183,6 +205,29 @@ class Watch:
         raise AssertionError(f"{moment} was not reached after step {self.last}:\n{self.process.communicate()[0]}")
 
 
+def kill(victim: str, process: subprocess.Popen, ranks: list[psutil.Process], rank: psutil.Process) -> None:
+    """SIGKILL to one rank, to the launcher, or to all of them. The others, which were frozen, go on."""
+    if victim == "rank":
+        send([rank], signal.SIGKILL)
+        send(ranks, signal.SIGCONT)
+        process.communicate(timeout=ALLOWED_SECONDS + 15)
+        assert process.returncode != 0
+    elif victim == "all":
+        send([psutil.Process(process.pid), *ranks], signal.SIGKILL)
+        assert_end(ranks, process)  # Their output ends a little before they do.
+    else:
+        process.kill()
+        send(ranks, signal.SIGCONT)
+        process.wait()
+
+
+def check_orphans(launcher: subprocess.Popen, found: list, expected: list | None) -> None:
+    """What the ranks of a killed launcher did: they saved, or completed the export if that is expected."""
+    output = launcher.communicate(timeout=10)[0]
+    assert ("Stopped by SIGTERM after step" if expected is None else "Finished:") in output
+    assert "Traceback" not in output and found == (expected or [])
+
+
 def test_killed_in_every_way(whole, tmp_path):
     """11 kills on 1, 2 and 3 processes in turn: of any rank, of the launcher or of all; in a step, in an evaluation, in
     the middle of a checkpoint or of the export. The same command goes on each time. KILL_SEED repeats an order."""
@@ -213,25 +258,14 @@ def test_killed_in_every_way(whole, tmp_path):
         print(f"kill {number + 1}: {count} processes, {victim} at {moment}, step {watch.began} to {watch.last}, {left}")
 
         if orphaned:  # The ranks of the last launcher: seen to be gone when this launch began.
-            output = orphaned.communicate(timeout=10)[0]
             exporting = kills[number - 1][0] == "export"
-            assert ("Finished:" if exporting else "Stopped by SIGTERM after step") in output
-            assert "Traceback" not in output and exported(done) == (exported(undisturbed) if exporting else [])
+            check_orphans(orphaned, exported(done), exported(undisturbed) if exporting else None)
         orphans, orphaned = [], None
-        if victim == "rank":
-            # The export is written by rank 0 alone: what loses another rank may be completed before anybody notices.
-            send([watch.ranks[0] if moment == "export" else rng.choice(watch.ranks)], signal.SIGKILL)
-            send(watch.ranks, signal.SIGCONT)
-            process.communicate(timeout=ALLOWED_SECONDS + 15)
-            assert process.returncode != 0
-        elif victim == "all":
-            send([psutil.Process(process.pid), *watch.ranks], signal.SIGKILL)
-            assert_end(watch.ranks, process)  # Their output ends a little before they do.
+        # The export is written by rank 0 alone: what loses another rank may be completed before anybody notices.
+        kill(victim, process, watch.ranks, watch.ranks[0] if moment == "export" else rng.choice(watch.ranks))
+        if victim == "all":
             assert drafts(done.folder) == left  # Nobody was left to write anything else.
-        else:
-            process.kill()
-            send(watch.ranks, signal.SIGCONT)
-            process.wait()
+        if victim == "launcher":
             orphans, orphaned = watch.ranks, process
         if victim != "launcher":
             assert not alive(watch.ranks)
@@ -256,12 +290,20 @@ def start_ranks(folder: Path, config: dict, *overrides, count: int = 2) -> list[
     """The ranks without a launcher, each with the environment that accelerate launch gives it: their exit statuses are
     seen, and nobody but the test signals them."""
     command = [sys.executable, ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(),
-              "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    common = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     environments = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in environment.items()}, **pipe)
-            for environment in environments]
+    return [
+        subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in environment.items()}, **pipe)
+        for environment in environments
+    ]
 
 
 def wait_for_step(processes: list[subprocess.Popen], done: Done, launches: int) -> None:
@@ -316,8 +358,9 @@ def test_signal_to_any_rank(slow, tmp_path):
         assert not any("Stopped" in output for output in outputs[1:])
 
 
-@pytest.mark.parametrize("number, count, everybody", [
-    (signal.SIGINT, 3, False), (signal.SIGTERM, 2, True), (signal.SIGINT, 1, False)])
+@pytest.mark.parametrize(
+    "number, count, everybody", [(signal.SIGINT, 3, False), (signal.SIGTERM, 2, True), (signal.SIGINT, 1, False)]
+)
 def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     """Alone, or together with all its ranks as a scheduler does it. The launcher itself may report what it likes."""
     done = Done(0, "", tmp_path / "run")

@@ -44,8 +44,21 @@ def start_machines(folder: Path, config: dict, *, processes: int, settings=(), *
         home = folder / f"machine-{rank}"
         home.mkdir()
         options = "--mixed_precision", "no", "--num_processes", processes, "--machine_rank", rank, *where
-        machines.append(start(folder, config, "multi_node", *options, settings=settings, cwd=home, env={
-            **os.environ, "HF_HOME": str(home / "cache"), "HF_DATASETS_CACHE": str(home / "cache" / "datasets")}))
+        machines.append(
+            start(
+                folder,
+                config,
+                "multi_node",
+                *options,
+                settings=settings,
+                cwd=home,
+                env={
+                    **os.environ,
+                    "HF_HOME": str(home / "cache"),
+                    "HF_DATASETS_CACHE": str(home / "cache" / "datasets"),
+                },
+            )
+        )
     return machines
 
 
@@ -108,6 +121,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(config, tmp_path_factory):
     """runs(case, *settings): the finished run of a case, or for None that of one process. Each is made once."""
+
     @cache
     def result(case: str | None, *settings) -> Done:
         folder = tmp_path_factory.mktemp("run")

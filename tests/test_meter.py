@@ -35,8 +35,10 @@ class Clock:
         self.meter.count(step)
 
     def rates(self, num_processes=1, flops_per_token=6.0, peak_flops=None):
-        return {key.removeprefix("perf/"): value
-                for key, value in self.meter.rates(num_processes, flops_per_token, peak_flops).items()}
+        return {
+            key.removeprefix("perf/"): value
+            for key, value in self.meter.rates(num_processes, flops_per_token, peak_flops).items()
+        }
 
     def seconds(self):
         return {key[8:-8]: value for key, value in self.meter.summary().items() if key.endswith("_seconds")}
@@ -52,8 +54,17 @@ def test_every_second_is_booked_to_exactly_one_phase():
     clock.step(2048, 4096, 8192)
     clock.spend(logging=16384)
     assert clock.seconds() == {
-        "startup": 1, "warmup": 2 + 4 + 8, "data": 32 + 2048, "micro_steps": 64 + 4096, "optimizer": 128 + 8192,
-        "evaluation": 256, "sampling": 512, "checkpoint": 1024, "logging": 16 + 16384, "wall": 32767}
+        "startup": 1,
+        "warmup": 2 + 4 + 8,
+        "data": 32 + 2048,
+        "micro_steps": 64 + 4096,
+        "optimizer": 128 + 8192,
+        "evaluation": 256,
+        "sampling": 512,
+        "checkpoint": 1024,
+        "logging": 16 + 16384,
+        "wall": 32767,
+    }
     # Two steps were timed; what the user pays also has the rest of the wall clock in it.
     summary = clock.meter.summary()
     assert summary["summary/tokens_per_second"] == 2 * 1024 / (32 + 64 + 128 + 2048 + 4096 + 8192)
@@ -164,8 +175,14 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
         done = run(tmp_path, config, "--run.max_steps", last)
         logged = {line["step"]: line for line in done.metrics if "perf/step_seconds" in line}
         assert list(logged) == list(range(1, last + 1)) and logged[last]["train/rows"] == 10 * last
-        rates = [(logged[step]["perf/tokens_per_second"], logged[step]["perf/rows_per_second"],
-                  logged[step]["perf/step_seconds"]) for step in range(first, last + 1)]
+        rates = [
+            (
+                logged[step]["perf/tokens_per_second"],
+                logged[step]["perf/rows_per_second"],
+                logged[step]["perf/step_seconds"],
+            )
+            for step in range(first, last + 1)
+        ]
         assert rates[0] == (None, None, None)
         for tokens, rows, seconds in rates[1:]:
             assert (tokens * seconds, rows * seconds) == pytest.approx((240, 10))
@@ -178,6 +195,7 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
 
 def test_sleeps_show_up_under_their_own_names(tmp_path, monkeypatch):
     """Through main(), by the real clock: 18 steps, the first of a launch being warmup, 3 evaluations and 3 saves."""
+
     def slower(name, seconds):
         function = getattr(train, name)
         monkeypatch.setattr(train, name, lambda *args, **options: time.sleep(seconds) or function(*args, **options))
@@ -201,8 +219,10 @@ def test_sleeps_show_up_under_their_own_names(tmp_path, monkeypatch):
 def test_a_gpu_divides_the_training_time():
     """A host that queues a step in no time and waits for 3 s where it reads a value; a device that spent half a second
     on waiting for data, 2 on passes, half on the update, and a minute on an evaluation."""
+
     class Event:
         """One in a stream, which has its own clock."""
+
         def __init__(self, now):
             self.now, self.waited = now, False
 
@@ -270,21 +290,38 @@ def test_peak_of_the_config_overrides_the_table(monkeypatch):
         assert train.peak_flops(torch.device(device), "bf16", train.Perf(peak_tflops=123)) == 123e12
 
 
-@pytest.mark.parametrize("name, precision, tflops", [  # From the datasheets, without sparsity.
-    ("NVIDIA H200", "bf16", 989), ("NVIDIA H200", "fp8", 1979), ("NVIDIA H200", "no", 67),
-    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA B200", "bf16", 2250), ("NVIDIA L40S", "bf16", 362),
-    ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100 80GB PCIe", "fp16", 312),
-    ("NVIDIA A100-SXM4-80GB", "fp8", None), ("NVIDIA L4", "bf16", 121), ("Some Future Device", "bf16", None),
-])
+@pytest.mark.parametrize(
+    "name, precision, tflops",
+    [  # From the datasheets, without sparsity.
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H200", "fp8", 1979),
+        ("NVIDIA H200", "no", 67),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "fp16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
+        ("NVIDIA L4", "bf16", 121),
+        ("Some Future Device", "bf16", None),
+    ],
+)
 def test_known_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
     assert train.peak_flops(torch.device("cuda"), precision, train.Perf()) == (tflops and tflops * 1e12)
 
 
-@pytest.mark.parametrize("name, precision, tflops", [
-    ("NVIDIA L40", "bf16", 181), ("NVIDIA T400 4GB", "fp16", None), ("NVIDIA GB200", "bf16", 2500),
-    ("NVIDIA H100 NVL", "bf16", 835), ("NVIDIA H100 PCIe", "bf16", 756), ("Tesla V100-PCIE-16GB", "fp16", 112),
-])
+@pytest.mark.parametrize(
+    "name, precision, tflops",
+    [
+        ("NVIDIA L40", "bf16", 181),
+        ("NVIDIA T400 4GB", "fp16", None),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("Tesla V100-PCIE-16GB", "fp16", 112),
+    ],
+)
 def test_a_device_is_not_taken_for_one_of_a_like_name(monkeypatch, name, precision, tflops):
     """Part of each of these names is in the table. Its own number or none is right, a neighbour's is a guess."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)

@@ -5,27 +5,56 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-import train
 import transformers
 from helpers import run, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+import train
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 OLD_SHAPE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 FULL = {  # Attention that is causal and nothing else: train.py does without transformers' masks.
-    "llama": SHAPE, "qwen2": SHAPE, "qwen3": SHAPE | {"head_dim": 8}, "phi3": SHAPE, "phi": SHAPE, "olmo2": SHAPE,
-    "granite": SHAPE, "gemma": SHAPE | {"head_dim": 8}, "glm": SHAPE | {"head_dim": 8}, "gpt_neox": SHAPE,
-    "cohere": SHAPE, "mixtral": SHAPE | {"num_local_experts": 2}, "mistral": SHAPE | {"sliding_window": None},
-    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": OLD_SHAPE}
+    "llama": SHAPE,
+    "qwen2": SHAPE,
+    "qwen3": SHAPE | {"head_dim": 8},
+    "phi3": SHAPE,
+    "phi": SHAPE,
+    "olmo2": SHAPE,
+    "granite": SHAPE,
+    "gemma": SHAPE | {"head_dim": 8},
+    "glm": SHAPE | {"head_dim": 8},
+    "gpt_neox": SHAPE,
+    "cohere": SHAPE,
+    "mixtral": SHAPE | {"num_local_experts": 2},
+    "mistral": SHAPE | {"sliding_window": None},
+    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt2": OLD_SHAPE,
+}
 PARTLY = {  # Layers that see a window only: the masks are transformers'.
-    "mistral": SHAPE | {"sliding_window": 4}, "gemma2": SHAPE | {"head_dim": 8, "sliding_window": 4},
-    "gemma3_text": SHAPE | {"head_dim": 8, "sliding_window": 4}}
-CASES = {f"{name}, {attention}": (name, shape, attention) for shapes, kinds in ((FULL, ("sdpa",)), (PARTLY, ("eager",)))
-         for name, shape in shapes.items() for attention in kinds} | {
-    "llama, eager": ("llama", SHAPE, "eager"), "llama, flex": ("llama", SHAPE, "flex_attention"),
+    "mistral": SHAPE | {"sliding_window": 4},
+    "gemma2": SHAPE | {"head_dim": 8, "sliding_window": 4},
+    "gemma3_text": SHAPE | {"head_dim": 8, "sliding_window": 4},
+}
+CASES = {
+    f"{name}, {attention}": (name, shape, attention)
+    for shapes, kinds in ((FULL, ("sdpa",)), (PARTLY, ("eager",)))
+    for name, shape in shapes.items()
+    for attention in kinds
+} | {
+    "llama, eager": ("llama", SHAPE, "eager"),
+    "llama, flex": ("llama", SHAPE, "flex_attention"),
     "mistral with a window, sdpa": ("mistral", PARTLY["mistral"], "sdpa"),
-    "gemma3 with a window, sdpa": ("gemma3_text", PARTLY["gemma3_text"], "sdpa")}
+    "gemma3 with a window, sdpa": ("gemma3_text", PARTLY["gemma3_text"], "sdpa"),
+}
 
 
 def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
@@ -60,13 +89,18 @@ def test_documents_of_a_row_are_as_if_alone(case):
     assert packed == pytest.approx(alone, rel=1e-5)
     if attention == "sdpa" and shape not in PARTLY.values():
         model.set_attn_implementation(train.CAUSAL)
-        assert losses([row(documents[3])]) == pytest.approx(losses([row(documents[3]), row(documents[0])])
-                                                            - losses([row(documents[0])]), rel=1e-5)
+        assert losses([row(documents[3])]) == pytest.approx(
+            losses([row(documents[3]), row(documents[0])]) - losses([row(documents[0])]), rel=1e-5
+        )
 
 
-@pytest.mark.parametrize("name, shape", [
-    ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    ("gpt_oss", SHAPE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1})])
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("gpt_oss", SHAPE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
 def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name, shape):
     """transformers makes the masks of these families without looking at the positions."""
     config = tiny_config(tmp_path)
@@ -94,8 +128,15 @@ def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
 def test_flops_are_the_closed_form(length):
     """PaLM (arXiv:2204.02311), appendix B, as TorchTitan has it: 6 N + 12 L H Q T per token, N being the weights
     without the embedding, which multiplies nothing."""
-    found = transformers.LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
-                                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+    found = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
     weights = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512) + 256 * 1000
     assert train.flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
 
@@ -118,10 +159,9 @@ def test_a_chunked_loss_has_the_same_gradients(name):
     model = build(name, shape, "sdpa")
     rows = [np.stack([*rng.integers(3, 97, (2, 1250)), np.arange(1250)]) for _ in range(2)]
     rows[0][1, 100:300] = -100
-    for chunked in (None, contextlib.nullcontext):
-        model.chunked_loss = chunked
+    for chunked in (False, True):
         model.zero_grad()
-        loss = train.compute_loss(model, train.collate(rows, torch.device("cpu"))) / 2300
+        loss = train.compute_loss(model, train.collate(rows, torch.device("cpu")), chunked) / 2300
         loss.backward()
         found.append((loss.item(), {name: weight.grad for name, weight in model.named_parameters()}))
     (loss, gradients), (chunked_loss, others) = found
@@ -150,8 +190,12 @@ class HostReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default,
-                               torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+            torch.ops.aten.equal.default,
+            torch.ops.aten.nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 

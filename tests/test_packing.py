@@ -57,8 +57,16 @@ def test_the_run_is_that_of_the_documents_apart(tmp_path, processes):
     """Each step is the whole data, once as documents padded and once as packed rows: the same targets, the same run."""
     config = tiny_config(tmp_path)
     documents = make_rows(np.random.default_rng(3).integers(2, LENGTH + 1, 23).tolist(), seed=4, masked=0.3)
-    data, _ = train.load_data(train.Data(path=str(write_rows(tmp_path / "documents", documents)), format="tokens",
-                                         packing="best_fit", sequence_length=LENGTH), None, 0)
+    data, _ = train.load_data(
+        train.Data(
+            path=str(write_rows(tmp_path / "documents", documents)),
+            format="tokens",
+            packing="best_fit",
+            sequence_length=LENGTH,
+        ),
+        None,
+        0,
+    )
     assert len(data) < 16
     config["run"]["max_steps"] = 5
     config["data"] |= {"path": str(tmp_path / "documents"), "eval_source": None}

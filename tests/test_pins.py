@@ -3,6 +3,7 @@
 When an upgrade breaks one of these, read its message and the lines of train.py that it names before anything else: the
 run may be wrong without any error.
 """
+
 import subprocess
 import sys
 
@@ -39,8 +40,16 @@ def two_processes(tmp_path_factory):
     """The words that the script above prints: the gradients of its processes are 2 and 4."""
     script = tmp_path_factory.mktemp("pins") / "two.py"
     script.write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               ROOT / "accelerate_configs" / "cpu.yaml", "--main_process_port", str(free_port()), script]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / "cpu.yaml",
+        "--main_process_port",
+        str(free_port()),
+        script,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout.split()
 
@@ -50,8 +59,10 @@ def test_gradients_are_averaged_over_ranks(two_processes):
 
 
 def test_a_prepared_scheduler_is_not_to_be_used(two_processes):
-    assert int(two_processes[3]) == 2, ("accelerate no longer steps a prepared scheduler once per process: "
-                                        "learning_rate_at() could be one, if you like (accelerate#1398)")
+    assert int(two_processes[3]) == 2, (
+        "accelerate no longer steps a prepared scheduler once per process: "
+        "learning_rate_at() could be one, if you like (accelerate#1398)"
+    )
 
 
 def test_backward_divides_by_the_accumulation_steps():
@@ -68,7 +79,8 @@ def test_found_inf_holds_a_fused_optimizer():
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert (weight == 1).all() and optimizer.state[weight]["step"] == 0, (
-        "found_inf no longer keeps a fused AdamW from stepping: guard() lets what is not finite into the weights")
+        "found_inf no longer keeps a fused AdamW from stepping: guard() lets what is not finite into the weights"
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -79,16 +91,19 @@ def test_positions_keep_documents_apart(tmp_path, attention):
         joint = model(ids, position_ids=torch.arange(6).repeat(2)[None], use_cache=False).logits[0]
         apart = model(ids.view(2, 6), use_cache=False).logits.flatten(0, 1)
     assert torch.allclose(joint, apart, rtol=0, atol=1e-5), (
-        "transformers no longer makes masks of position_ids: packed documents see each other, see check_loss()")
+        "transformers no longer makes masks of position_ids: packed documents see each other, see check_loss()"
+    )
 
 
 def test_an_unknown_attention_gets_no_mask():
-    found = transformers.LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_attention_heads=1,
-                                     num_hidden_layers=1)
+    found = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1
+    )
     seen = []
     sdpa = transformers.AttentionInterface()["sdpa"]
-    transformers.AttentionInterface.register("pinned", lambda module, q, k, v, mask, **options:
-                                             seen.append(mask) or sdpa(module, q, k, v, mask, **options))
+    transformers.AttentionInterface.register(
+        "pinned", lambda module, q, k, v, mask, **options: seen.append(mask) or sdpa(module, q, k, v, mask, **options)
+    )
     model = transformers.LlamaForCausalLM(found)
     model.set_attn_implementation("pinned")
     model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
@@ -98,4 +113,5 @@ def test_an_unknown_attention_gets_no_mask():
 def test_the_shuffle_is_that_of_older_runs():
     """numpy 2.4.6 gives this; a run that was started with other permutations cannot be continued."""
     assert np.random.default_rng([7, 3]).permutation(8).tolist() == [3, 5, 0, 4, 2, 7, 1, 6], (
-        "numpy shuffles otherwise: runs of before the upgrade refuse to continue, as their data fingerprint differs")
+        "numpy shuffles otherwise: runs of before the upgrade refuse to continue, as their data fingerprint differs"
+    )

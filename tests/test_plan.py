@@ -184,8 +184,13 @@ def test_plan_table(plans):
     table, _ = plans(1, 2, 3, 8, 16, 64)
     columns = "processes", "data_parallel", "micro_batch", "grad_accum", "tokens_per_step"
     assert [numbers(line, *columns) for line in table] == [  # 16 rows x 4,096 tokens
-        (1, 1, 4, 4, 65_536), (2, 2, 4, 2, 65_536), (3, 3, 3, 2, 65_536),
-        (8, 8, 2, 1, 65_536), (16, 16, 1, 1, 65_536), (64, 64, 1, 1, 65_536)]
+        (1, 1, 4, 4, 65_536),
+        (2, 2, 4, 2, 65_536),
+        (3, 3, 3, 2, 65_536),
+        (8, 8, 2, 1, 65_536),
+        (16, 16, 1, 1, 65_536),
+        (64, 64, 1, 1, 65_536),
+    ]
     # On 3, the ranks of 5 rows wait for that of 6: 2 of 18. On 64, 48 of 64 have nothing to do.
     assert [float(line["idle"].rstrip("%")) for line in table] == [0, 0, 11.1, 0, 0, 75]
 

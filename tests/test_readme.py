@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-import train
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, run, tiny_config
 from torch.distributed.run import get_args_parser
+
+import train
 
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -59,15 +60,33 @@ def test_metrics_are_those_of_a_run(tmp_path):
     assert phases == set(re.findall(r"(\w+) [\d.]+", re.search(r"^Seconds: (.*)", README, re.M)[1]))
 
 
-TINY = {"run.max_steps": 2, "run.max_tokens": "null", "optim.warmup_steps": 0, "eval.prompts": "[]",
-        "batch.global_batch_size": 5, "batch.global_batch_tokens": "null", "data.path": "null", "data.name": "null",
-        "data.tokenizer": "bytes", "data.sequence_length": 32, "data.eval_fraction": 0.1}
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2}
+TINY = {
+    "run.max_steps": 2,
+    "run.max_tokens": "null",
+    "optim.warmup_steps": 0,
+    "eval.prompts": "[]",
+    "batch.global_batch_size": 5,
+    "batch.global_batch_tokens": "null",
+    "data.path": "null",
+    "data.name": "null",
+    "data.tokenizer": "bytes",
+    "data.sequence_length": 32,
+    "data.eval_fraction": 0.1,
+}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
-@pytest.mark.parametrize("cell", re.findall(r"^\| (?:a CPU|\d+ GPUs?.*?) \| `(accelerate launch [^`]+)`", README, re.M),
-                         ids=lambda cell: re.sub(r".*?(\w+)\.yaml.*", r"\1", cell))
+@pytest.mark.parametrize(
+    "cell",
+    re.findall(r"^\| (?:a CPU|\d+ GPUs?.*?) \| `(accelerate launch [^`]+)`", README, re.M),
+    ids=lambda cell: re.sub(r".*?(\w+)\.yaml.*", r"\1", cell),
+)
 def test_commands_run(tmp_path, cell):
     """Those of the table of machines, two processes standing for more; test_launchers.py runs two machines."""
     (tmp_path / "texts").mkdir()
@@ -79,10 +98,20 @@ def test_commands_run(tmp_path, cell):
     settings |= {f"model.architecture.{name}": value for name, value in SHAPE.items()}
     if launcher:
         several = not launcher[1].endswith("single.yaml")
-        launcher += ["--mixed_precision", "no", *(["--num_processes", "2", "--main_process_port", "0"] * several),
-                     "tests/wrapper_cpu_as_gpu.py"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, *words[at:],
-               *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
+        launcher += [
+            "--mixed_precision",
+            "no",
+            *(["--num_processes", "2", "--main_process_port", "0"] * several),
+            "tests/wrapper_cpu_as_gpu.py",
+        ]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *launcher,
+        *words[at:],
+        *(str(word) for name, value in settings.items() for word in (f"--{name}", value)),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text()) == {"status": "finished", "step": 2}
@@ -95,9 +124,13 @@ def test_the_same_run_on_one_and_on_two_processes(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(20):
         (tmp_path / "texts" / f"{number}.txt").write_text("What is written here can be learned. " * 20)
-    settings = {"data.files": tmp_path / "texts", "data.eval_fraction": 0.1, "data.sequence_length": 32,
-                "eval.prompts": "[]", "batch.global_batch_size": 5} | {
-                    f"model.architecture.{name}": value for name, value in SHAPE.items()}
+    settings = {
+        "data.files": tmp_path / "texts",
+        "data.eval_fraction": 0.1,
+        "data.sequence_length": 32,
+        "eval.prompts": "[]",
+        "batch.global_batch_size": 5,
+    } | {f"model.architecture.{name}": value for name, value in SHAPE.items()}
     settings = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in settings.items())
     command = command.replace("; done", f"{settings}; done").replace("runs/same", f"{tmp_path}/same")
     command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")

@@ -138,8 +138,13 @@ def test_run_folder(whole):
         batches = np.reshape(shuffled(7, len(rows), 10 * step), (step, 10))
         lengths = np.array([len(row["input_ids"]) for row in rows])[batches]
         targets = np.array([sum(label != -100 for label in row["labels"][1:]) for row in rows])[batches]
-        seen = {"step": step, "rows": 10 * step, "tokens": 10 * lengths.max(1).sum(), "real_tokens": lengths.sum(),
-                "target_tokens": targets.sum()}
+        seen = {
+            "step": step,
+            "rows": 10 * step,
+            "tokens": 10 * lengths.max(1).sum(),
+            "real_tokens": lengths.sum(),
+            "target_tokens": targets.sum(),
+        }
         assert {name: manifest[name] for name in seen} == seen
         plan = {"num_processes": 1, "global_batch_size": 10, "micro_batch_size": 10, "grad_accum_steps": 1}
         assert manifest["plan"].items() >= plan.items()
@@ -176,10 +181,15 @@ def test_changed_mathematics_is_refused(again, tmp_path):
     for folder in rows, start:
         shutil.copytree(folder, tmp_path / f"other-{folder.name}")
     changes = {
-        "batch.global_batch_size": (10, 5), "data.sequence_length": (24, 20), "data.packing": ("none", "concat"),
-        "data.path": (str(rows), str(tmp_path / f"other-{rows.name}")), "run.seed": (7, 8),
-        "optim.learning_rate": (0.005, 0.001), "optim.schedule": ("cosine", "linear"),
-        "optim.max_grad_norm": (1.1, None), "optim.weight_decay": (0.1, 0.2),
+        "batch.global_batch_size": (10, 5),
+        "data.sequence_length": (24, 20),
+        "data.packing": ("none", "concat"),
+        "data.path": (str(rows), str(tmp_path / f"other-{rows.name}")),
+        "run.seed": (7, 8),
+        "optim.learning_rate": (0.005, 0.001),
+        "optim.schedule": ("cosine", "linear"),
+        "optim.max_grad_norm": (1.1, None),
+        "optim.weight_decay": (0.1, 0.2),
         "model.pretrained": (str(start), str(tmp_path / f"other-{start.name}")),
     }
     contents = {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()}
@@ -216,9 +226,15 @@ def test_harmless_changes_and_a_chosen_checkpoint(whole, again, tmp_path):
     assert "run.resume" in refused.output and "another run.output_dir" in refused.output
     assert before.checkpoints == ["step-00000025", "step-00000030"]
     harmless = {
-        "run.resume": chosen, "run.log_every": 2, "run.eval_every": 3, "run.save_every": 2, "run.keep_checkpoints": 1,
-        "batch.max_micro_batch_size": 3, "batch.sync_each_micro_step": "true",
-        "model.attention": "eager", "eval.max_rows": 4,
+        "run.resume": chosen,
+        "run.log_every": 2,
+        "run.eval_every": 3,
+        "run.save_every": 2,
+        "run.keep_checkpoints": 1,
+        "batch.max_micro_batch_size": 3,
+        "batch.sync_each_micro_step": "true",
+        "model.attention": "eager",
+        "eval.max_rows": 4,
     }
     harmless["run.output_dir"] = tmp_path / "other"
     words = [word for path, now in harmless.items() for word in (f"--{path}", now)]
@@ -235,9 +251,20 @@ def test_changes_that_are_insisted_on(again, tmp_path):
     config, before = again
     weights = []
     for weight_decay in (0.1, 0.9):
-        done = run(tmp_path, config, "--run.resume", before.folder / "checkpoints" / "step-00000025",
-                   "--run.output_dir", tmp_path / str(weight_decay),
-                   "--optim.learning_rate", 0.001, "--optim.weight_decay", weight_decay, "--run.allow_changes", "true")
+        done = run(
+            tmp_path,
+            config,
+            "--run.resume",
+            before.folder / "checkpoints" / "step-00000025",
+            "--run.output_dir",
+            tmp_path / str(weight_decay),
+            "--optim.learning_rate",
+            0.001,
+            "--optim.weight_decay",
+            weight_decay,
+            "--run.allow_changes",
+            "true",
+        )
         weights.append(done.weights)
     expected = [learning_rate(config["optim"] | {"learning_rate": 0.001}, step, 30) for step in range(26, 31)]
     assert done.logged("train/learning_rate") == pytest.approx(expected, rel=1e-12)

@@ -5,9 +5,10 @@ import shlex
 import sys
 
 import pytest
-import train
 import transformers
 from helpers import ROOT
+
+import train
 
 sys.path.append(str(ROOT / "tests" / "benchmarks"))
 import scaling
@@ -21,14 +22,15 @@ TABLE = {  # strategy, immediate, weights, devices, micro-steps -> gathered, red
     "DDP, eight times that": (("DDP", True, FULL, 4, 8), (0, 32_000, 48_000, 16_000)),
     "DDP, nothing to defer": (("DDP", False, FULL, 4, 1), (0, 4_000, 6_000, 16_000)),
     "DDP on two": (("DDP", False, FULL, 2, 1), (0, 4_000, 4_000, 16_000)),
-    "FSDP2: 8 x 2 bytes x 1,800, and 4 bytes once, times 3/4; 12/4 and 4 held":
-        (("FSDP2", False, FULL, 4, 8), (28_800, 4_000, 24_600, 7_000)),
+    "FSDP2: 8 x 2 bytes x 1,800, and 4 bytes once, times 3/4; 12/4 and 4 held": (
+        ("FSDP2", False, FULL, 4, 8),
+        (28_800, 4_000, 24_600, 7_000),
+    ),
     "FSDP2: 28,800 and 8 x 4,000, times 3/4; 16/4 held": (("FSDP2", True, FULL, 4, 8), (28_800, 32_000, 45_600, 4_000)),
     "FSDP2, nothing to defer": (("FSDP2", False, FULL, 4, 1), (3_600, 4_000, 5_700, 4_000)),
     "one device": (("DDP", False, FULL, 1, 8), (0, 4_000, 0, 16_000)),
     "LoRA, DDP: 900 x 2 and 100 x 16 held": (("DDP", False, LORA, 4, 8), (0, 400, 600, 3_400)),
-    "LoRA, FSDP2: all is gathered, 100 x 4 bytes are reduced":
-        (("FSDP2", True, LORA, 4, 1), (3_600, 400, 3_000, 850)),
+    "LoRA, FSDP2: all is gathered, 100 x 4 bytes are reduced": (("FSDP2", True, LORA, 4, 1), (3_600, 400, 3_000, 850)),
 }
 
 
@@ -38,8 +40,14 @@ def test_cost_by_hand(given, expected):
 
 
 LLAMA_8B = transformers.LlamaConfig(
-    hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128_256, max_position_embeddings=8192)
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+)
 
 
 def test_published_rates_are_the_published_utilization():
@@ -78,8 +86,10 @@ def test_readme_shows_what_is_printed(capsys):
 
 def test_table_by_hand(capsys):
     """17 rows of 100 tokens on 1, 2 and 5 devices, at most 2 rows at once: the busiest has 17, 9 and 4 of them."""
-    small = options("--config configs/small.yaml --batch.global_batch_size 17 --batch.max_micro_batch_size 2 "
-                    "--data.sequence_length 100 --devices 1 2 5 --tflops 0.001 --gb-per-second 0.01")
+    small = options(
+        "--config configs/small.yaml --batch.global_batch_size 17 --batch.max_micro_batch_size 2 "
+        "--data.sequence_length 100 --devices 1 2 5 --tflops 0.001 --gb-per-second 0.01"
+    )
     assert scaling.main(small) == 0
     model, _, *lines = capsys.readouterr().out.splitlines()
     # Per layer four square projections, three of the MLP and two norms; an embedding that is the output layer, too.
@@ -98,10 +108,16 @@ def test_table_by_hand(capsys):
         assert float(words[8].rstrip("%")) == pytest.approx(100 * seconds / (seconds + compute), abs=0.1)
 
 
-@pytest.mark.parametrize("words", ["--devices 0 --tflops 1 --gb-per-second 1", "--devices 2 --tflops 1",
-                                   "--devices 2 --tflops -1 --gb-per-second 1",
-                                   "--devices 2 4 8 --tflops 1 --gb-per-second 1 2",
-                                   "--devices 2 --tflops 1 --gb-per-second 1 --batch.max_micro_batch_size 0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--devices 0 --tflops 1 --gb-per-second 1",
+        "--devices 2 --tflops 1",
+        "--devices 2 --tflops -1 --gb-per-second 1",
+        "--devices 2 4 8 --tflops 1 --gb-per-second 1 2",
+        "--devices 2 --tflops 1 --gb-per-second 1 --batch.max_micro_batch_size 0",
+    ],
+)
 def test_unusable_options(words, capsys):
     with pytest.raises(SystemExit) as end:
         sys.exit(scaling.main(options(f"--config configs/small.yaml {words}")))

@@ -16,7 +16,8 @@ def config(schedule, warmup=10, ratio=0.1, **settings):
     if schedule == "wsd":  # Warmup, stable, decay.
         schedule, settings = "linear", {"decay_fraction": 0.2} | settings
     return train.Optim(
-        learning_rate=PEAK, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=ratio, **settings)
+        learning_rate=PEAK, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=ratio, **settings
+    )
 
 
 def rates(optim, steps=STEPS):
@@ -26,12 +27,17 @@ def rates(optim, steps=STEPS):
 def closed_form(schedule, warmup, ratio, decay=20, steps=STEPS):
     """A ramp from one notch above zero to the peak, then a curve from one notch below the peak to its floor."""
     rest, floor = steps - warmup, PEAK * ratio
-    return np.concatenate([
-        np.linspace(0, PEAK, warmup + 1)[1:],
-        {"constant": lambda: np.full(rest, PEAK),
-         "linear": lambda: np.linspace(PEAK, floor, rest + 1)[1:],
-         "cosine": lambda: (PEAK + floor) / 2 + (PEAK - floor) / 2 * np.cos(np.linspace(0, np.pi, rest + 1)[1:]),
-         "wsd": lambda: np.append(np.full(rest - decay, PEAK), np.linspace(PEAK, floor, decay + 1)[1:])}[schedule]()])
+    return np.concatenate(
+        [
+            np.linspace(0, PEAK, warmup + 1)[1:],
+            {
+                "constant": lambda: np.full(rest, PEAK),
+                "linear": lambda: np.linspace(PEAK, floor, rest + 1)[1:],
+                "cosine": lambda: (PEAK + floor) / 2 + (PEAK - floor) / 2 * np.cos(np.linspace(0, np.pi, rest + 1)[1:]),
+                "wsd": lambda: np.append(np.full(rest - decay, PEAK), np.linspace(PEAK, floor, decay + 1)[1:]),
+            }[schedule](),
+        ]
+    )
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
@@ -92,12 +98,15 @@ def test_a_function_of_the_step_alone(schedule):
     assert [train.learning_rate_at(optim, step, STEPS) for step in steps * 2] == [in_order[step] for step in steps * 2]
 
 
-@pytest.mark.parametrize("schedule, ratio, name, settings", [
-    ("constant", 0.1, "constant_with_warmup", {}),
-    ("linear", 0.0, "linear", {}),
-    ("cosine", 0.1, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
-    ("wsd", 0.0, "warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear"}),
-])
+@pytest.mark.parametrize(
+    "schedule, ratio, name, settings",
+    [
+        ("constant", 0.1, "constant_with_warmup", {}),
+        ("linear", 0.0, "linear", {}),
+        ("cosine", 0.1, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("wsd", 0.0, "warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear"}),
+    ],
+)
 def test_same_curve_as_transformers(schedule, ratio, name, settings):
     """transformers' schedulers reach our rate of step N after N calls: there step 1 trains at a rate of zero."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)

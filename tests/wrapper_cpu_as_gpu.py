@@ -25,6 +25,7 @@ def without_cpu(init):
     @wraps(init)
     def wrapped(self, *args, **kwargs):
         return init(self, *args, **kwargs | {"cpu": False})
+
     return wrapped
 
 

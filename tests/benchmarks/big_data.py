@@ -110,8 +110,14 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
         for row in some:
             data.read(row)
         read = 2000 / (clock() - at)
-    return {"rows": len(data), "step": step, "rows per second": rate, "reads per second": read, "held": held,
-            "peak": memory.peak - before} | seconds
+    return {
+        "rows": len(data),
+        "step": step,
+        "rows per second": rate,
+        "reads per second": read,
+        "held": held,
+        "peak": memory.peak - before,
+    } | seconds
 
 
 def main() -> int:

@@ -21,11 +21,18 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import numpy as np
 import transformers
 from accelerate import Accelerator
+from torch.distributed.checkpoint import staging
 
 import train
 
-SHAPE = {"vocab_size": 16_000, "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8,
-         "num_attention_heads": 10, "tie_word_embeddings": False}
+SHAPE = {
+    "vocab_size": 16_000,
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 10,
+    "tie_word_embeddings": False,
+}
 
 
 def plain_write(path: Path, content: memoryview, sync: bool) -> None:
@@ -45,7 +52,7 @@ def main() -> int:
     bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     model, optimizer = accelerator.prepare(bare, train.build_optimizer(bare, train.Optim()))
     size = sum(tensor.nbytes for tensor in train.trained_state(model, [optimizer.optimizer]).values())  # Makes them.
-    stager = train.DefaultStager(train.StagingOptions(False, False, False, False))
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
     content, rounds = memoryview(np.random.default_rng(0).bytes(size)), []
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
@@ -54,7 +61,7 @@ def main() -> int:
             marks = [time.perf_counter()]
             state = stager.stage(train.trained_state(model, [optimizer.optimizer]))
             marks.append(time.perf_counter())
-            train.save_checkpoint(folder, 1, state, {"step": step}, None)
+            train.save_checkpoint(folder, 1, state, {"step": step, "best_checkpoint": ""}, None)
             marks.append(time.perf_counter())
             os.sync()
             marks.append(time.perf_counter())
@@ -66,12 +73,16 @@ def main() -> int:
             marks.append(time.perf_counter())
             stall, written, _, plain, _, on_disk = np.diff(marks)
             rounds.append((stall, stall + written, plain, on_disk))
-    print(f"{size / 1e6:,.0f} MB, load {os.getloadavg()[0]:.1f}; seconds: the first, of {args.rounds} more the median "
-          "[least, greatest]")
+    print(
+        f"{size / 1e6:,.0f} MB, load {os.getloadavg()[0]:.1f}; seconds: the first, of {args.rounds} more the median "
+        "[least, greatest]"
+    )
     names = "training waits", "a save that blocks", "plain write", "plain write and fsync"
     for name, (first, *more), shares in zip(names, zip(*rounds), zip(*(row[0] / np.array(row) for row in rounds[1:]))):
-        print(f"{name:24}{first:7.2f}{np.median(more):9.2f} [{min(more):.2f}, {max(more):.2f}]   training waits for "
-              f"{np.median(shares):.2f} [{min(shares):.2f}, {max(shares):.2f}] of that")
+        print(
+            f"{name:24}{first:7.2f}{np.median(more):9.2f} [{min(more):.2f}, {max(more):.2f}]   training waits for "
+            f"{np.median(shares):.2f} [{min(shares):.2f}, {max(shares):.2f}] of that"
+        )
     return 0
 
 

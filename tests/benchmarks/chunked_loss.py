@@ -29,8 +29,14 @@ def measure(chunked: bool, vocab_size: int, tokens: int) -> None:
 
     import train
 
-    found = transformers.LlamaConfig(vocab_size=vocab_size, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-                                     num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+    found = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
     model = train.build_model(train.Model(), found, 0, seed=0)
     model.chunked_loss = contextlib.nullcontext if chunked else None
     ids = np.random.default_rng(0).integers(0, vocab_size, (tokens // LENGTH, LENGTH))
@@ -53,8 +59,10 @@ def main() -> int:
     rounds = []
     for _ in range(args.rounds):
         command = [sys.executable, __file__, "--vocab-size", str(args.vocab_size), "--tokens", str(args.tokens)]
-        lines = [subprocess.check_output([*command, "--variant", variant], text=True).splitlines()[-1]
-                 for variant in ("whole", "chunked")]
+        lines = [
+            subprocess.check_output([*command, "--variant", variant], text=True).splitlines()[-1]
+            for variant in ("whole", "chunked")
+        ]
         rounds.append([json.loads(line) for line in lines])
     of = np.array(rounds)  # [round, variant, (MiB, seconds)]
     print(f"{args.tokens:,} tokens, vocabulary {args.vocab_size:,}, {args.rounds} rounds: median [least, greatest]")

@@ -40,8 +40,13 @@ def contend(loop: Callable[[Callable], dict]) -> None:
 @contextlib.contextmanager
 def started(script: str, names: list[str], folder: Path, core: int, arguments: tuple) -> Iterator[dict]:
     """A process per contender, each in its own folder. Offline, and with one thread, as many as a core can run."""
-    environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                                "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "HF_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with contextlib.ExitStack() as stack:
         processes = {}
         for i, name in enumerate(names):
@@ -61,6 +66,7 @@ def compete(script: str, names: list[str], rounds: int, warmup: int, folder: Pat
     of which the first ones do not count. Returns [{name: {wall, cpu, count}} for each round], {name: result}."""
     loads = [os.getloadavg()[0]]
     with started(script, names, folder, core, arguments) as processes:
+
         def listen(name: str) -> dict:
             process, log = processes[name]
             line = process.stdout.readline()

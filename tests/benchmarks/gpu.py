@@ -59,14 +59,36 @@ class Size:
 
 
 FULL = Size(4096, 16, 4, 64, 15, 49_152, {})
-TINY = Size(64, 8, 2, 16, 9, 384, {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                                   "num_attention_heads": 4, "num_key_value_heads": 2})
-WIDE = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4, "num_attention_heads": 32,
-        "num_key_value_heads": 8}
+TINY = Size(
+    64,
+    8,
+    2,
+    16,
+    9,
+    384,
+    {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+)
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
-SPEED = {"eager": (), "compile": COMPILE, "checkpointing": CHECKPOINTING,
-         "compile, checkpointing": (*COMPILE, *CHECKPOINTING),
-         "compile, chunked loss": (*COMPILE, "--model.chunked_loss", "true")}
+SPEED = {
+    "eager": (),
+    "compile": COMPILE,
+    "checkpointing": CHECKPOINTING,
+    "compile, checkpointing": (*COMPILE, *CHECKPOINTING),
+    "compile, chunked loss": (*COMPILE, "--model.chunked_loss", "true"),
+}
 
 
 class Bench:
@@ -83,16 +105,35 @@ class Bench:
         from helpers import kill_tree
 
         run = self.folder / name.replace(", ", "-").replace(" ", "-")
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
-                   "--dynamo_backend", "no", "--mixed_precision", precision,
-                   *(("--fp8_backend", "ao") if precision == "fp8" else ()), ROOT / "train.py", "--config", config,
-                   "--run.output_dir", run, "--run.trackers", "[]", *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--num_processes",
+            "1",
+            "--num_machines",
+            "1",
+            "--dynamo_backend",
+            "no",
+            "--mixed_precision",
+            precision,
+            *(("--fp8_backend", "ao") if precision == "fp8" else ()),
+            ROOT / "train.py",
+            "--config",
+            config,
+            "--run.output_dir",
+            run,
+            "--run.trackers",
+            "[]",
+            *overrides,
+        ]
         began, done = time.monotonic(), False
         if began > self.deadline:
             return self.left_out.append(name)
         with open(self.folder / f"{run.name}.log", "w") as log:
-            process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT,
-                                       env=self.environment | (env or {}))
+            process = subprocess.Popen(
+                list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=self.environment | (env or {})
+            )
         try:
             while process.poll() is None and not done and time.monotonic() < self.deadline:
                 time.sleep(0.1)
@@ -125,19 +166,28 @@ class Bench:
         folder, steps = self.folder / "check", 20
         folder.mkdir()
         shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-        config = write_config(folder, {
-            "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0},
-            "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
-            # Documents of many lengths share rows, so that masks and positions are checked, too.
-            "data": {"path": str(write_rows(folder / "rows", make_rows([3 + 7 * i % 300 for i in range(200)]))),
-                     "format": "tokens", "sequence_length": 128},
-            "model": {"architecture": {"model_type": "llama", "vocab_size": VOCABULARY, **shape}},
-            "optim": {"learning_rate": 1e-3, "warmup_steps": 5, "adam_eps": 1e-5},
-        })
+        config = write_config(
+            folder,
+            {
+                "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0},
+                "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
+                # Documents of many lengths share rows, so that masks and positions are checked, too.
+                "data": {
+                    "path": str(write_rows(folder / "rows", make_rows([3 + 7 * i % 300 for i in range(200)]))),
+                    "format": "tokens",
+                    "sequence_length": 128,
+                },
+                "model": {"architecture": {"model_type": "llama", "vocab_size": VOCABULARY, **shape}},
+                "optim": {"learning_rate": 1e-3, "warmup_steps": 5, "adam_eps": 1e-5},
+            },
+        )
         cases = {
-            "CPU": ("no", (), {"CUDA_VISIBLE_DEVICES": ""}), "float32": ("no", (), {}),
-            "float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3), {}), "bf16": ("bf16", (), {}),
-            "bf16, compile": ("bf16", COMPILE, {}), "bf16, checkpointing": ("bf16", CHECKPOINTING, {}),
+            "CPU": ("no", (), {"CUDA_VISIBLE_DEVICES": ""}),
+            "float32": ("no", (), {}),
+            "float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3), {}),
+            "bf16": ("bf16", (), {}),
+            "bf16, compile": ("bf16", COMPILE, {}),
+            "bf16, checkpointing": ("bf16", CHECKPOINTING, {}),
         }
         losses = {}
         for name, (precision, overrides, env) in cases.items():
@@ -172,11 +222,21 @@ class Bench:
         """configs/pretrain_1b.yaml on these tokens, for longer than it will be let run."""
         size = self.size
         settings = {
-            "run.max_tokens": "null", "run.max_steps": 10_000, "run.log_every": 1, "run.eval_every": 0,
-            "run.save_every": 0, "batch.global_batch_tokens": rows * size.length,
-            "batch.max_micro_batch_size": micro_batch, "data.path": self.tokens(), "data.name": "null",
-            "data.format": "tokens", "data.tokenizer": "bytes", "data.sequence_length": size.length,
-            "data.packing": "none", "data.eval_fraction": 0.0, "model.architecture.vocab_size": size.vocab,
+            "run.max_tokens": "null",
+            "run.max_steps": 10_000,
+            "run.log_every": 1,
+            "run.eval_every": 0,
+            "run.save_every": 0,
+            "batch.global_batch_tokens": rows * size.length,
+            "batch.max_micro_batch_size": micro_batch,
+            "data.path": self.tokens(),
+            "data.name": "null",
+            "data.format": "tokens",
+            "data.tokenizer": "bytes",
+            "data.sequence_length": size.length,
+            "data.packing": "none",
+            "data.eval_fraction": 0.0,
+            "model.architecture.vocab_size": size.vocab,
             "eval.prompts": "[]",
         } | {f"model.architecture.{name}": value for name, value in size.architecture.items()}
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
@@ -185,8 +245,9 @@ class Bench:
         """What a variant reached, from its own metrics."""
         if name not in self.runs:
             config = ROOT / "configs" / "pretrain_1b.yaml"
-            lines = self.train(name, config, *self.overrides(rows, micro_batch), *settings, precision=precision,
-                               steps=self.size.steps)
+            lines = self.train(
+                name, config, *self.overrides(rows, micro_batch), *settings, precision=precision, steps=self.size.steps
+            )
             self.runs[name] = lines and summarize(lines)
         return self.runs[name]
 
@@ -203,8 +264,17 @@ class Bench:
         if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
             return self.left_out.append("float8, which needs torchao and a GPU")
         wide = [word for name, value in WIDE.items() for word in (f"--model.architecture.{name}", value)]
-        runs = [self.measure(f"4 layers of 8B, compile, {precision}", self.size.rows, self.size.micro_batch, *COMPILE,
-                             *wide, precision=precision) for precision in ("bf16", "fp8")]
+        runs = [
+            self.measure(
+                f"4 layers of 8B, compile, {precision}",
+                self.size.rows,
+                self.size.micro_batch,
+                *COMPILE,
+                *wide,
+                precision=precision,
+            )
+            for precision in ("bf16", "fp8")
+        ]
         if all(runs):
             ratio = runs[1]["rate"] / runs[0]["rate"]
             print(f"\nfloat8 is {ratio:.2f} times as fast as bf16", flush=True)
@@ -218,13 +288,23 @@ class Bench:
         import yaml
 
         architecture = yaml.safe_load((ROOT / "configs" / "pretrain_1b.yaml").read_text())["model"]["architecture"]
-        given = {"architecture": architecture | size.architecture | {"vocab_size": size.vocab}, "rows": size.rows,
-                 "micro_batch": size.micro_batch, "length": size.length, "steps": size.steps,
-                 "tokens": str(self.tokens())}
+        given = {
+            "architecture": architecture | size.architecture | {"vocab_size": size.vocab},
+            "rows": size.rows,
+            "micro_batch": size.micro_batch,
+            "length": size.length,
+            "steps": size.steps,
+            "tokens": str(self.tokens()),
+        }
         try:
-            done = subprocess.run([sys.executable, __file__, "--bare", json.dumps(given)], check=True, text=True,
-                                  stdout=subprocess.PIPE, env=self.environment,
-                                  timeout=max(1, self.deadline - time.monotonic()))
+            done = subprocess.run(
+                [sys.executable, __file__, "--bare", json.dumps(given)],
+                check=True,
+                text=True,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+                timeout=max(1, self.deadline - time.monotonic()),
+            )
         except subprocess.TimeoutExpired:
             return self.left_out.append("overhead")
         except subprocess.CalledProcessError as error:
@@ -249,8 +329,10 @@ class Bench:
         print("|---|---|---|---|---|---|")
         for name, run in seen.items():
             mfu = f"{run['mfu']:.1%}" if run["mfu"] else "unknown peak"
-            print(f"| {name} | {run['plan/micro_batch_size']} x {run['plan/grad_accum_steps']} | {run['rate']:,.0f} | "
-                  f"{mfu} | {run['memory']:.1f} | {run['seconds']:.4f} ({run['least']:.4f} to {run['most']:.4f}) |")
+            print(
+                f"| {name} | {run['plan/micro_batch_size']} x {run['plan/grad_accum_steps']} | {run['rate']:,.0f} | "
+                f"{mfu} | {run['memory']:.1f} | {run['seconds']:.4f} ({run['least']:.4f} to {run['most']:.4f}) |"
+            )
         compiled = [run["mfu"] for name, run in seen.items() if name.startswith("compile") and run["mfu"]]
         if compiled and max(compiled) < 0.5:
             self.failed.append(f"MFU {max(compiled):.1%}, goal 50 %")
@@ -264,10 +346,18 @@ def median(values: list[float]) -> float:
 def summarize(lines: list[dict]) -> dict:
     steps = [line for line in lines if line["step"] > SKIPPED_STEPS and line.get("perf/step_seconds")]
     seconds = [line["perf/step_seconds"] for line in steps]
-    of = {key: median([line[f"perf/{key}"] for line in steps if line[f"perf/{key}"] is not None] or [0])
-          for key in ("tokens_per_second", "mfu")}
-    return lines[0] | {"rate": of["tokens_per_second"], "mfu": of["mfu"], "memory": steps[-1]["perf/peak_memory_gib"],
-                       "seconds": median(seconds), "least": min(seconds), "most": max(seconds)}
+    of = {
+        key: median([line[f"perf/{key}"] for line in steps if line[f"perf/{key}"] is not None] or [0])
+        for key in ("tokens_per_second", "mfu")
+    }
+    return lines[0] | {
+        "rate": of["tokens_per_second"],
+        "mfu": of["mfu"],
+        "memory": steps[-1]["perf/peak_memory_gib"],
+        "seconds": median(seconds),
+        "least": min(seconds),
+        "most": max(seconds),
+    }
 
 
 def bare_loop(architecture: dict, tokens: str, rows: int, micro_batch: int, length: int, steps: int) -> None:
@@ -325,8 +415,11 @@ def main() -> int:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if name == "CPU" and not args.tiny:
         parser.error("no GPU is here; --tiny runs on a CPU")
-    print(f"{name}, {sys.platform}, Python {sys.version.split()[0]}, torch {torch.__version__}, accelerate "
-          f"{accelerate.__version__}, transformers {transformers.__version__}", flush=True)
+    print(
+        f"{name}, {sys.platform}, Python {sys.version.split()[0]}, torch {torch.__version__}, accelerate "
+        f"{accelerate.__version__}, transformers {transformers.__version__}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -72,8 +72,13 @@ def tiny_run(folder: Path, steps: int) -> dict:
     return {
         "run": {"max_steps": steps, "log_every": 10, "eval_every": 20, "save_every": 20},
         "batch": {"global_batch_size": ROWS, "max_micro_batch_size": ROWS // 2},
-        "data": {"path": str(rows), "format": "tokens", "packing": "none", "sequence_length": LENGTH,
-                 "eval_source": {"path": str(held_out)}},
+        "data": {
+            "path": str(rows),
+            "format": "tokens",
+            "packing": "none",
+            "sequence_length": LENGTH,
+            "eval_source": {"path": str(held_out)},
+        },
         "model": {"architecture": {"model_type": "llama", "vocab_size": VOCABULARY, **shape}},
         "optim": {"schedule": "constant"},
         "eval": {"prompts": ["a"], "max_new_tokens": 2},

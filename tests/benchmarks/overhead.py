@@ -17,17 +17,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from contest import compete, contend, spread
-
 import helpers
 import numpy as np
 import torch
 import transformers
+from contest import compete, contend, spread
 
 ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in turns of LOG_EVERY steps.
 PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
-SHAPE = {"vocab_size": helpers.VOCABULARY, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "max_position_embeddings": LENGTH, "use_cache": False}
+SHAPE = {
+    "vocab_size": helpers.VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "use_cache": False,
+}
 
 
 def make_ids(steps: int) -> np.ndarray:
@@ -49,8 +55,10 @@ def new_model() -> torch.nn.Module:
 
 
 def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is many], "weight_decay": DECAY * many}
-              for many in (True, False)]
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) is many], "weight_decay": DECAY * many}
+        for many in (True, False)
+    ]
     return torch.optim.AdamW(groups, lr=PEAK, betas=BETAS, eps=EPS, fused=True)
 
 
@@ -98,14 +106,33 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> to
     new_model().save_pretrained(folder / "start")
     rows = helpers.write_rows(folder / "rows", [{"input_ids": row} for row in ids.tolist()])
     config = {
-        "run": {"max_steps": steps, "seed": SEED, "log_every": LOG_EVERY, "eval_every": 0, "save_every": 0,
-                "trackers": []},
+        "run": {
+            "max_steps": steps,
+            "seed": SEED,
+            "log_every": LOG_EVERY,
+            "eval_every": 0,
+            "save_every": 0,
+            "trackers": [],
+        },
         "batch": {"global_batch_size": ROWS, "max_micro_batch_size": ROWS},
-        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": "none",
-                 "sequence_length": LENGTH},
+        "data": {
+            "path": str(rows),
+            "format": "tokens",
+            "tokenizer": "bytes",
+            "packing": "none",
+            "sequence_length": LENGTH,
+        },
         "model": {"pretrained": str(folder / "start")},
-        "optim": {"learning_rate": PEAK, "min_learning_rate_ratio": LOW, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1],
-                  "adam_eps": EPS, "weight_decay": DECAY, "max_grad_norm": CLIP}}
+        "optim": {
+            "learning_rate": PEAK,
+            "min_learning_rate_ratio": LOW,
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "adam_eps": EPS,
+            "weight_decay": DECAY,
+            "max_grad_norm": CLIP,
+        },
+    }
     path, say = helpers.write_config(folder, config), train.say
 
     def say_and_turn(text: str) -> None:
@@ -128,11 +155,27 @@ def trainer(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.
     optimizer = new_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: share(done + 1, steps))
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=ROWS, max_grad_norm=CLIP, use_cpu=True,
-        logging_steps=LOG_EVERY, save_strategy="no", report_to="none", include_num_input_tokens_seen="all",
-        train_sampling_strategy="sequential", dataloader_pin_memory=False, disable_tqdm=True)
-    transformers.Trainer(model, arguments, train_dataset=Rows(in_order(ids)), callbacks=[Turns()],
-                         data_collator=transformers.default_data_collator, optimizers=(optimizer, scheduler)).train()
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        max_grad_norm=CLIP,
+        use_cpu=True,
+        logging_steps=LOG_EVERY,
+        save_strategy="no",
+        report_to="none",
+        include_num_input_tokens_seen="all",
+        train_sampling_strategy="sequential",
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+    )
+    transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Rows(in_order(ids)),
+        callbacks=[Turns()],
+        data_collator=transformers.default_data_collator,
+        optimizers=(optimizer, scheduler),
+    ).train()
     return model
 
 
@@ -188,13 +231,16 @@ def main() -> int:
         contend(partial(loop, args.contender, (WARMUP + args.rounds) * LOG_EVERY, args.folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        turns, results = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core,
-                                 "--rounds", args.rounds)
+        turns, results = compete(
+            __file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, "--rounds", args.rounds
+        )
     base = "bare torch loop"
     print(f"{'':18}{'ms per step':>24}{'to the bare loop':>24}{'in processor time':>24}")
     for name in CONTENDERS:
-        cells = [spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f"),
-                 *(spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu"))]
+        cells = [
+            spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f"),
+            *(spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu")),
+        ]
         print(f"{name:18}" + "".join(f"{cell:>24}" for cell in cells))
     worst = max(abs(result["loss"] / results[base]["loss"] - 1) for result in results.values())
     print(f"loss of the trained model {results[base]['loss']:.5f}, greatest relative difference {worst:.1e}")

@@ -118,8 +118,9 @@ def positive(text: str) -> float:
     return float(text)
 
 
-def scaling_table(argv: list[str], devices: list[int], tflops: float, speeds: list[float],
-                  vocab_size: int | None = None) -> str:
+def scaling_table(
+    argv: list[str], devices: list[int], tflops: float, speeds: list[float], vocab_size: int | None = None
+) -> str:
     """The table for a command line of train.py. Speeds are in GB/s, one for each number of devices."""
     config, _ = train.load_config(argv)
     length, rows, limit = config.data.sequence_length, config.global_batch_size, config.batch.max_micro_batch_size
@@ -127,9 +128,12 @@ def scaling_table(argv: list[str], devices: list[int], tflops: float, speeds: li
     found = train.model_config(config, vocab_size)
     weights, flops = count_weights(found, config.model), train.flops_per_token(found, config.model.lora, length)
     total = weights.trained + weights.frozen
-    lines = [f"{total:,} parameters, {flops / 1e6:,.1f} MFLOPs per token, {rows * length:,} tokens per step, "
-             f"{tflops:g} TFLOP/s per device", "devices  accumulation  compute s  GB/s  strategy  sync       "
-             "moved GB  comm. s  share  held GB  bytes/parameter"]
+    lines = [
+        f"{total:,} parameters, {flops / 1e6:,.1f} MFLOPs per token, {rows * length:,} tokens per step, "
+        f"{tflops:g} TFLOP/s per device",
+        "devices  accumulation  compute s  GB/s  strategy  sync       "
+        "moved GB  comm. s  share  held GB  bytes/parameter",
+    ]
     for n, speed in zip(devices, speeds):
         plan = train.plan_batch(rows, rows if limit == "auto" else limit, n, length)
         compute = math.ceil(rows / n) * length * flops / (tflops * 1e12)
@@ -142,14 +146,20 @@ def scaling_table(argv: list[str], devices: list[int], tflops: float, speeds: li
             lines.append(
                 f"{n:7,}  {plan.grad_accum_steps:12,}  {compute:9.3f}  {speed:4g}  {strategy if n > 1 else 'none':8}  "
                 f"{sync if n > 1 else 'none':9}  {costs.moved / 1e9:8.2f}  {seconds:7.3f}  "
-                f"{seconds / (seconds + compute):5.1%}  {costs.held / 1e9:7.2f}  {costs.held / total:15.2f}")
+                f"{seconds / (seconds + compute):5.1%}  {costs.held / 1e9:7.2f}  {costs.held / total:15.2f}"
+            )
     return "\n".join(lines)
 
 
 # Counting ------------------------------------------------------------------------------------------------------------
 STEPS, MICRO_STEPS, ROWS = 2, 4, 16
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2}  # All divisible by 2 and 4, since FSDP2 fills up what is not.
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # All divisible by 2 and 4, since FSDP2 fills up what is not.
 NAMES = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced", "allreduce_": "reduced"}
 
 
@@ -207,12 +217,32 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
     config["model"] = {"architecture": {"model_type": "llama", **SHAPE, "tie_word_embeddings": tied}}
     config["optim"]["warmup_steps"] = 0
     path = helpers.write_config(folder, config)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               ROOT / "accelerate_configs" / f"{LAUNCHERS[strategy]}.yaml", "--num_processes", processes,
-               "--main_process_port", 0, ROOT / "tests" / "wrapper_cpu_as_gpu.py", __file__, "--worker",
-               folder / "counted.json", "--config", path, "--batch.sync_each_micro_step", IMMEDIATE[sync]]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / f"{LAUNCHERS[strategy]}.yaml",
+        "--num_processes",
+        processes,
+        "--main_process_port",
+        0,
+        ROOT / "tests" / "wrapper_cpu_as_gpu.py",
+        __file__,
+        "--worker",
+        folder / "counted.json",
+        "--config",
+        path,
+        "--batch.sync_each_micro_step",
+        IMMEDIATE[sync],
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"},
+    )
     try:
         output, _ = process.communicate(timeout=300)
     finally:
@@ -225,8 +255,10 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
 
 
 def count_all(processes: list[int]) -> int:
-    print(f"Bytes per step of {MICRO_STEPS} micro-steps, counted / calculated\nprocesses  strategy  sync       "
-          f"{'gathered':>19}  {'reduced':>19}  {'held':>19}")
+    print(
+        f"Bytes per step of {MICRO_STEPS} micro-steps, counted / calculated\nprocesses  strategy  sync       "
+        f"{'gathered':>19}  {'reduced':>19}  {'held':>19}"
+    )
     wrong = False
     for n in processes:
         for strategy, sync in ((strategy, sync) for strategy in LAUNCHERS for sync in IMMEDIATE):
@@ -241,12 +273,17 @@ def count_all(processes: list[int]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--devices", nargs="+", type=int, help="numbers of devices")
     parser.add_argument("--tflops", type=positive, help="model TFLOP/s that a device reaches: peak times MFU")
-    parser.add_argument("--gb-per-second", nargs="+", type=positive,
-                        help="bus bandwidth in GB/s: one for all numbers of devices, or one for each")
+    parser.add_argument(
+        "--gb-per-second",
+        nargs="+",
+        type=positive,
+        help="bus bandwidth in GB/s: one for all numbers of devices, or one for each",
+    )
     parser.add_argument("--vocab-size", type=int, help="in place of the tokenizer's, which may need the Hub")
     parser.add_argument("--count", nargs="+", type=int, choices=(2, 4), metavar="PROCESSES", help="2, 4 or both")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

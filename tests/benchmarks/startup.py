@@ -24,8 +24,17 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 # Functions of train.py on the way to the first step; the rest is in "other".
-PARTS = ("load_config", "start_accelerator", "load_tokenizer", "load_data", "build_model", "flops_per_token",
-         "build_optimizer", "load_step", "find_checkpoint")
+PARTS = (
+    "load_config",
+    "start_accelerator",
+    "load_tokenizer",
+    "load_data",
+    "build_model",
+    "flops_per_token",
+    "build_optimizer",
+    "load_step",
+    "find_checkpoint",
+)
 
 
 def imports(modules: list[str]) -> str:
@@ -33,8 +42,12 @@ def imports(modules: list[str]) -> str:
     by its first step, in that order: transformers, for one, loads the most of itself when a model is asked for."""
     tree = ast.parse((ROOT / "train.py").read_text())
     lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    lines += ["import contextlib, importlib", f"for name in {modules}:", "    with contextlib.suppress(Exception):",
-              "        importlib.import_module(name)"]
+    lines += [
+        "import contextlib, importlib",
+        f"for name in {modules}:",
+        "    with contextlib.suppress(Exception):",
+        "        importlib.import_module(name)",
+    ]
     return "\n".join([*lines, "os._exit(0)"])  # As the watched launch ends: taking all down again is not start-up.
 
 
@@ -55,6 +68,7 @@ def watched(launched: float, arguments: list[str]) -> None:
                 return function(*args, **options)
             finally:
                 spent[name] += time.time() - before
+
         return call
 
     def first_step(*_):
@@ -94,8 +108,15 @@ def main() -> int:
             return time.time() - before, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used, result
 
         def launch() -> tuple[dict, list[str]]:
-            done = run(__file__, "--config", args.config, "--launched", str(time.time()), "--run.output_dir",
-                       tempfile.mkdtemp(dir=folder))
+            done = run(
+                __file__,
+                "--config",
+                args.config,
+                "--launched",
+                str(time.time()),
+                "--run.output_dir",
+                tempfile.mkdtemp(dir=folder),
+            )
             return json.loads(done.stdout.splitlines()[-1])
 
         _, modules = launch()
@@ -106,8 +127,10 @@ def main() -> int:
     for i, clock in enumerate(("wall", "processor")):
         bare, launched = (np.array([one[which][i] for one in rounds]) for which in (0, 1))
         ratio = launched / bare
-        print(f"{clock + ', seconds':16}{np.median(bare):16.2f}{np.median(launched):16.2f}"
-              f"{f'{np.median(ratio):.2f} [{min(ratio):.2f}, {max(ratio):.2f}]':>24}")
+        print(
+            f"{clock + ', seconds':16}{np.median(bare):16.2f}{np.median(launched):16.2f}"
+            f"{f'{np.median(ratio):.2f} [{min(ratio):.2f}, {max(ratio):.2f}]':>24}"
+        )
     rounds = [parts for _, (_, _, (parts, _)) in rounds]
     medians = {name: np.median([parts[name] for parts in rounds]) for name in rounds[0] if name != "total"}
     print("launch to first step, by part, wall seconds")

@@ -18,18 +18,25 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from contest import compete, contend, spread
-
 import datasets
 import helpers
 import numpy as np
 import torch
 import transformers
+from contest import compete, contend, spread
 
 GLOBAL, MICRO, LENGTH, WARMUP = 128, 8, 1024, 1  # Rows of a step, rows at once, tokens, turns.
 PACKED = 16  # Full rows in a step: 128 documents of 165 tokens on average are 21 such rows.
-SHAPE = {"vocab_size": helpers.VOCABULARY, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "max_position_embeddings": LENGTH, "use_cache": False, "pad_token_id": 0}
+SHAPE = {
+    "vocab_size": helpers.VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "use_cache": False,
+    "pad_token_id": 0,
+}
 
 
 def make_rows(steps: int) -> list[dict]:
@@ -47,12 +54,21 @@ def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
 
     new_model().save_pretrained(folder / "start")
     rows, size = helpers.write_rows(folder / "rows", make_rows(steps)), GLOBAL if packing == "none" else PACKED
-    path = helpers.write_config(folder, {
-        "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
-        "batch": {"global_batch_size": size, "max_micro_batch_size": MICRO},
-        "data": {"path": str(rows), "format": "tokens", "tokenizer": "bytes", "packing": packing,
-                 "sequence_length": LENGTH},
-        "model": {"pretrained": str(folder / "start")}})
+    path = helpers.write_config(
+        folder,
+        {
+            "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0, "trackers": []},
+            "batch": {"global_batch_size": size, "max_micro_batch_size": MICRO},
+            "data": {
+                "path": str(rows),
+                "format": "tokens",
+                "tokenizer": "bytes",
+                "packing": packing,
+                "sequence_length": LENGTH,
+            },
+            "model": {"pretrained": str(folder / "start")},
+        },
+    )
     count, say, seen = train.Meter.count, train.say, []
 
     def count_and_keep(meter: train.Meter, counts: dict[str, int]) -> None:
@@ -83,8 +99,10 @@ class Counted:
 def pad(rows: list[dict]) -> dict[str, torch.Tensor]:
     """What DataCollatorForSeq2Seq does, without a tokenizer: pad to the longest of the micro-batch."""
     width = max(len(row["input_ids"]) for row in rows)
-    batch = {name: torch.full((len(rows), width), fill) for name, fill in
-             (("input_ids", 0), ("attention_mask", 0), ("labels", -100))}
+    batch = {
+        name: torch.full((len(rows), width), fill)
+        for name, fill in (("input_ids", 0), ("attention_mask", 0), ("labels", -100))
+    }
     for r, row in enumerate(rows):
         ids = torch.as_tensor(row["input_ids"])
         batch["input_ids"][r, : len(ids)] = batch["labels"][r, : len(ids)] = ids
@@ -94,6 +112,7 @@ def pad(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def turns(counted: Counted, turn: Callable) -> transformers.TrainerCallback:
     """Ends a turn after each step. The loader is one micro-batch ahead, which evens out."""
+
     class Turns(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             turn(counted.tokens)
@@ -103,26 +122,45 @@ def turns(counted: Counted, turn: Callable) -> transformers.TrainerCallback:
 
 
 def options(folder: Path, steps: int, size: int) -> dict:
-    return {"output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": MICRO, "use_cpu": True,
-            "gradient_accumulation_steps": size // MICRO, "logging_steps": 1, "save_strategy": "no",
-            "report_to": "none", "dataloader_pin_memory": False, "disable_tqdm": True}
+    return {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": MICRO,
+        "use_cpu": True,
+        "gradient_accumulation_steps": size // MICRO,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
 
 
 def trainer(strategy: str, steps: int, turn: Callable, folder: Path) -> dict:
     counted = Counted(pad)
     arguments = transformers.TrainingArguments(**options(folder, steps, GLOBAL), train_sampling_strategy=strategy)
-    transformers.Trainer(new_model(), arguments, train_dataset=datasets.Dataset.from_list(make_rows(steps)),
-                         data_collator=counted, callbacks=[turns(counted, turn)]).train()
+    transformers.Trainer(
+        new_model(),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(make_rows(steps)),
+        data_collator=counted,
+        callbacks=[turns(counted, turn)],
+    ).train()
     return {}
 
 
 def trl_packing(steps: int, turn: Callable, folder: Path) -> dict:
     import trl
 
-    arguments = trl.SFTConfig(**options(folder, steps, PACKED), packing=True, max_length=LENGTH, bf16=False,
-                              gradient_checkpointing=False)
-    trained = trl.SFTTrainer(new_model(), arguments, train_dataset=datasets.Dataset.from_list(make_rows(steps)),
-                             processing_class=transformers.ByT5Tokenizer())  # It wants one, for tokenized rows too.
+    arguments = trl.SFTConfig(
+        **options(folder, steps, PACKED), packing=True, max_length=LENGTH, bf16=False, gradient_checkpointing=False
+    )
+    trained = trl.SFTTrainer(
+        new_model(),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(make_rows(steps)),
+        processing_class=transformers.ByT5Tokenizer(),
+    )  # It wants one, for tokenized rows too.
     counted = Counted(trained.data_collator)
     trained.data_collator = counted
     trained.add_callback(turns(counted, turn))
@@ -131,11 +169,14 @@ def trl_packing(steps: int, turn: Callable, folder: Path) -> dict:
 
 
 CONTENDERS = {
-    "train.py": partial(ours, "none"), "train.py, packed": partial(ours, "concat"),
+    "train.py": partial(ours, "none"),
+    "train.py, packed": partial(ours, "concat"),
     "train.py, best_fit": partial(ours, "best_fit"),
     "Trainer": partial(trainer, "random"),
     "Trainer, group_by_length": partial(trainer, "group_by_length"),
-    "Trainer, batch_rebalance": partial(trainer, "batch_rebalance"), "TRL, packed": trl_packing}
+    "Trainer, batch_rebalance": partial(trainer, "batch_rebalance"),
+    "TRL, packed": trl_packing,
+}
 
 
 def main() -> int:
@@ -152,19 +193,24 @@ def main() -> int:
         contend(lambda turn: CONTENDERS[args.contender](steps, turn, args.folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rounds, _ = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core,
-                            "--rounds", args.rounds)
+        rounds, _ = compete(
+            __file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, "--rounds", args.rounds
+        )
 
     def rate(name: str, clock: str, some: list[dict]) -> float:
         return sum(one[name]["count"] for one in some) / sum(one[name][clock] for one in some)
 
     print(f"{'':26}{'real tokens/s':>14}{'to Trainer':>24}{'in processor time':>24}   all rounds")
     for name in CONTENDERS:
-        ratios = [[rate(name, clock, [one]) / rate("Trainer", clock, [one]) for one in rounds]
-                  for clock in ("wall", "cpu")]
+        ratios = [
+            [rate(name, clock, [one]) / rate("Trainer", clock, [one]) for one in rounds] for clock in ("wall", "cpu")
+        ]
         whole = rate(name, "cpu", rounds) / rate("Trainer", "cpu", rounds)
-        print(f"{name:26}{rate(name, 'wall', rounds):14,.0f}" + "".join(f"{spread(x, '.2f'):>24}" for x in ratios)
-              + f"{whole:13.2f}")
+        print(
+            f"{name:26}{rate(name, 'wall', rounds):14,.0f}"
+            + "".join(f"{spread(x, '.2f'):>24}" for x in ratios)
+            + f"{whole:13.2f}"
+        )
     return 0
 
 
