@@ -31,7 +31,7 @@ def definitions(source: str) -> dict[str, tuple[int, int]]:
 
 
 def fork(source: str, changes: str) -> str:
-    """The script with the changes of tests/fork_classifier.py. Fails if one of them has nothing to change any more."""
+    """The script with the changes of tests/template/fork_classifier.py. Fails if one of them has nothing to change any more."""
     known = {
         target.id: ast.literal_eval(node.value)
         for node in ast.parse(changes).body
@@ -80,7 +80,9 @@ def task(tmp_path_factory):
     """The fork, its config, the plain loop's result for it, and the held-out images."""
     folder = tmp_path_factory.mktemp("task")
     script = folder / "classifier.py"
-    script.write_text(fork((ROOT / "train.py").read_text(), (ROOT / "tests" / "fork_classifier.py").read_text()))
+    script.write_text(
+        fork((ROOT / "train.py").read_text(), (ROOT / "tests" / "template" / "fork_classifier.py").read_text())
+    )
     rows, held_out = generate(folder / "images", IMAGES, 0), generate(folder / "held-out", 21, 1)
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
