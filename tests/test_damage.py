@@ -316,10 +316,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeyp
     """Step 2 is saved no sooner than step 3 has begun; what is saved is the state after step 2 all the same."""
     begun, rate, write = threading.Event(), train.learning_rate_at, train.dcp.save
 
-    def learning_rate_at(config, step, max_steps):
+    def learning_rate_at(config, step, max_steps, peak):
         if step == 4:
             begun.set()
-        return rate(config, step, max_steps)
+        return rate(config, step, max_steps, peak)
 
     monkeypatch.setattr(train, "learning_rate_at", learning_rate_at)
     monkeypatch.setattr(train.dcp, "save", lambda *args, **options: begun.wait(30) and write(*args, **options))
@@ -354,12 +354,12 @@ def test_disk_full_while_exporting(whole, copy, tmp_path):
 def test_disk_full_while_logging(whole, tmp_path, monkeypatch):
     learning_rate_at = train.learning_rate_at
 
-    def full_at_step_3(config, step, max_steps):
+    def full_at_step_3(config, step, max_steps, peak):
         if step == 3:
             while not (tmp_path / "run" / "checkpoints" / "step-00000002").exists():  # It is saved in the background.
                 time.sleep(0.01)
             limit.enter_context(largest_file((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10))
-        return learning_rate_at(config, step, max_steps)
+        return learning_rate_at(config, step, max_steps, peak)
 
     with monkeypatch.context() as patch, contextlib.ExitStack() as limit:
         patch.setattr(train, "learning_rate_at", full_at_step_3)

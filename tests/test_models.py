@@ -81,7 +81,7 @@ def test_documents_of_a_row_are_as_if_alone(case):
 
     def losses(rows: list[np.ndarray]) -> float:
         with torch.no_grad():
-            return train.compute_loss(model, train.collate(rows, torch.device("cpu"))).item()
+            return train.compute_loss(model, train.collate(rows, torch.device("cpu")))[0].item()
 
     packed = losses([row(*documents[:3]), row(documents[3])])
     model.set_attn_implementation("eager")
@@ -161,7 +161,9 @@ def test_a_chunked_loss_has_the_same_gradients(name):
     rows[0][1, 100:300] = -100
     for chunked in (False, True):
         model.zero_grad()
-        loss = train.compute_loss(model, train.collate(rows, torch.device("cpu")), chunked) / 2300
+        loss, sums = train.compute_loss(model, train.collate(rows, torch.device("cpu")), chunked)
+        assert sums["loss"] == loss
+        loss = loss / 2300
         loss.backward()
         found.append((loss.item(), {name: weight.grad for name, weight in model.named_parameters()}))
     (loss, gradients), (chunked_loss, others) = found
@@ -185,9 +187,14 @@ def test_a_chunked_loss_is_refused_where_logits_are_scaled(tmp_path, name):
 class HostReads(TorchDispatchMode):
     """Counts where Python asks for a tensor's value: on a GPU each would wait for all work queued so far."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         super().__init__()
         self.count = 0
+        tolist = torch.Tensor.tolist  # The dispatcher does not see it on a CPU.
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: self.note() or tolist(tensor))
+
+    def note(self) -> None:
+        self.count += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in (
@@ -200,7 +207,7 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("packing", ["none", "concat"])
-def test_no_host_reads_between_log_lines(tmp_path, packing):
+def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing):
     """Ten more steps of two micro-steps, with clipping and guard, read as often as ten fewer if they log as often."""
     config = tiny_config(tmp_path)
     config["run"] |= {"log_every": 100, "save_every": 0}
@@ -208,10 +215,11 @@ def test_no_host_reads_between_log_lines(tmp_path, packing):
     config["data"] |= {"packing": packing, "eval_source": None}
     counts = []
     for steps in (5, 15):
-        with HostReads() as reads:
+        with monkeypatch.context() as patch, HostReads(patch) as reads:
             run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
         counts.append(reads.count)
-    # At the one log line loss, norm, last good step and number of updates; before the save the last good step again.
+    # Before the first step the example that is shown. At the one log line the loss, the norm and the guard's counters;
+    # before the save the counters again.
     assert counts == [5, 5]
 
 

@@ -50,8 +50,9 @@ def main() -> int:
     args = parser.parse_args()
     accelerator = Accelerator(cpu=True)
     bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    model, optimizer = accelerator.prepare(bare, train.build_optimizer(bare, train.Optim()))
-    size = sum(tensor.nbytes for tensor in train.trained_state(model, [optimizer.optimizer]).values())  # Makes them.
+    optimizers = train.build_optimizer(bare, train.Optim())
+    model, *_ = accelerator.prepare(bare, *optimizers)
+    size = sum(tensor.nbytes for tensor in train.trained_state(model, optimizers).values())  # Makes them.
     stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
     content, rounds = memoryview(np.random.default_rng(0).bytes(size)), []
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
@@ -59,7 +60,7 @@ def main() -> int:
         for step in range(args.rounds + 1):
             os.sync()  # What waits in memory of one must not slow the next.
             marks = [time.perf_counter()]
-            state = stager.stage(train.trained_state(model, [optimizer.optimizer]))
+            state = stager.stage(train.trained_state(model, optimizers))
             marks.append(time.perf_counter())
             train.save_checkpoint(folder, 1, state, {"step": step, "best_checkpoint": ""}, None)
             marks.append(time.perf_counter())

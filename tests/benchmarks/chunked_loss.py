@@ -8,7 +8,6 @@ process's peak by one forward and backward pass. The gradients of the output lay
 """
 
 import argparse
-import contextlib
 import json
 import resource
 import subprocess
@@ -38,11 +37,11 @@ def measure(chunked: bool, vocab_size: int, tokens: int) -> None:
         use_cache=False,
     )
     model = train.build_model(train.Model(), found, 0, seed=0)
-    model.chunked_loss = contextlib.nullcontext if chunked else None
     ids = np.random.default_rng(0).integers(0, vocab_size, (tokens // LENGTH, LENGTH))
     batch = train.collate([np.stack([row, row, np.arange(LENGTH)]) for row in ids], torch.device("cpu"))
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    train.compute_loss(model, batch).backward()
+    loss, _ = train.compute_loss(model, batch, chunked)
+    loss.backward()
     seconds = time.perf_counter() - began
     print(json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds]))
 

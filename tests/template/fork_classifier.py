@@ -61,10 +61,13 @@ def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Ten
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def compute_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], chunked: bool = False) -> torch.Tensor:
-    """Sum of the cross-entropy over a micro-batch's images, in float32."""
-    logits = model(batch["images"]).logits
-    return torch.nn.functional.cross_entropy(logits.float(), batch["targets"].flatten(), reduction="sum")
+def compute_loss(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], chunked: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the cross-entropy over a micro-batch's images, in float32, and how many of them are found."""
+    logits, targets = model(batch["images"]).logits, batch["targets"].flatten()
+    loss, sums = token_loss(logits, targets)
+    return loss, sums | {"accuracy": (logits.argmax(1) == targets).sum()}
 
 
 def longest_row(config: Data) -> np.ndarray:
@@ -78,18 +81,3 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
         (add_lora(model, lora) if lora else model)(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
     return counter.get_total_flops() / length
-
-
-@torch.no_grad()
-def evaluate(setup: Setup) -> dict[str, float]:
-    """The mean loss over the evaluation images and the share whose class is found, each of them on one rank."""
-    setup.model.eval()
-    data, accelerator, rows, sums = setup.eval_data, setup.accelerator, setup.eval_rows(), 0
-    plan = plan_batch(len(rows), setup.plan.micro_batch_size, setup.plan.num_processes, 1)
-    for ranks in plan.split(rows):
-        batch = collate([data.read(row) for row in ranks[accelerator.process_index]], accelerator.device)
-        right = setup.model(batch["images"]).logits.argmax(1) == batch["targets"].flatten()
-        sums += torch.stack([compute_loss(setup.model, batch), right.sum()]).double()
-    loss, accuracy = (accelerator.reduce(sums, "sum") / len(rows)).tolist()
-    setup.model.train()
-    return {"eval/loss": loss, "eval/accuracy": accuracy}

@@ -31,7 +31,7 @@ def definitions(source: str) -> dict[str, tuple[int, int]]:
 
 
 def fork(source: str, changes: str) -> str:
-    """The script with the changes of tests/template/fork_classifier.py. Fails if one of them has nothing to change any more."""
+    """The script with the changes of fork_classifier.py. Fails if one of them has nothing to change any more."""
     known = {
         target.id: ast.literal_eval(node.value)
         for node in ast.parse(changes).body
