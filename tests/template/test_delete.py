@@ -1,119 +1,67 @@
-"""Who forks train.py deletes what they do not need. Each feature here goes with these few changes, and nothing of it is
-left: the rest is the same run, and ruff finds no name that is unused or missing."""
+"""Who forks train.py deletes what they do not need: features.py takes each feature out, and nothing of it is left.
 
-import ast
-import re
+The rest is the same run, to the last bit of its weights and checkpoints, and ruff finds no name unused or missing.
+"""
+
+import importlib.util
 import subprocess
 import sys
 
+import helpers
 import pytest
-import yaml
-from helpers import ROOT, Done, difference, run, tiny_config, write_config
+from features import FEATURES, TRAIN, without
+from helpers import difference, run, tiny_config
+from safetensors.torch import load_file
+from surgery import Script
 
-SOURCE = (ROOT / "train.py").read_text()
-CUTS = re.search(r" {8}else:  # Cut every document.*\n((?: {12}.*\n)+)", SOURCE)  # Without packing, nothing else.
-# Of each feature: what goes whole (top-level names and lines that begin so), and pieces of text that change.
-FEATURES = {
-    "LoRA": (
-        ["add_lora"],
-        ["lora: dict[str, Any]", "model = add_lora(model, config.lora)", "model = add_lora(model, lora)"],
-        {
-            "PreTrainedConfig, lora: dict[str, Any] | None, ": "PreTrainedConfig, ",
-            "bare.config, config.model.lora, length": "bare.config, length",
-        },
-    ),
-    "samples": (
-        ["sample"],
-        ["prompts: Texts", "max_new_tokens: int", "temperature: float", 'meter.enter("sampling")', "line |= sample("],
-        {},
-    ),
-    "trackers": (
-        [],
-        [
-            "trackers: Texts",
-            "missing = {*config.run.trackers}",
-            "require(not missing,",
-            "accelerator.log(",
-            "accelerator.init_trackers(",
-        ],
-        {", or run.trackers": "", "log_with=config.run.trackers or None, ": ""},
-    ),
-    "packing": (
-        [],
-        [
-            "packing: Literal",
-            "cuts = np.append(np.arange(0, offsets[-1], length), offsets[-1])",
-            'if packing == "concat":',
-            'if packing == "best_fit":',
-            "from trl",
-            "documents = pack_dataset(",
-            'elif packing == "best_fit":',
-            "cuts, offsets = offsets, np.cumsum(",
-            "packed = any(",
-            'if "position_ids" in batch',
-            'document = (batch["position_ids"]',
-            'inputs["attention_mask"] = (document',
-        ],
-        {
-            CUTS[0]: re.sub("^    ", "", CUTS[1], flags=re.M),
-            "documents: datasets.Dataset, packing: str, ": "documents: datasets.Dataset, ",
-            "Dataset(part, config.packing, ": "Dataset(part, ",
-            "batch if packed else batch[:2]": "batch[:2]",
-            ' - {"seq_lengths"}': "",
-            "check_loss(bare, config.data.packing, ": "check_loss(bare, ",
-            '("sdpa", "eager") * (config.data.packing != "none") + ': "",
-            "packing: str, chunked": "chunked",
-            'rows if packing == "none" else [np.hstack(rows)]': "rows",
-            'length if config.data.packing == "none" else length // 2': "length",
-        },
-    ),
-}
+SOURCE = TRAIN.read_text()
+# Each feature alone, and all of them. Evaluation takes the samples and the best checkpoint along.
+CASES = {name: [name] for name in FEATURES}
+CASES["everything"] = [name for name in FEATURES if name not in ("samples", "keep_best")]
 
 
-def without(source: str, feature: str) -> str:
-    names, lines, pieces = FEATURES[feature]
-    for before, after in pieces.items():
-        assert before in source, before
-        source = source.replace(before, after)
-    for line in lines:
-        assert re.search(rf"^ *{re.escape(line)}", source, re.M), line
-        source = re.sub(rf"^ *{re.escape(line)}.*\n", "", source, flags=re.M)
-    text = source.splitlines(keepends=True)
-    for node in reversed(ast.parse(source).body):
-        if getattr(node, "name", None) in names:
-            del text[node.lineno - 1 : node.end_lineno + 1]  # And the empty line after it.
-    return "".join(text)
+def numbers(line: dict) -> dict:
+    """What a line of metrics.jsonl says about the training, without times and without what is evaluated."""
+    return {name: value for name, value in line.items() if not name.startswith(("perf/", "summary/", "eval/"))}
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_the_run_is_the_same_without(tmp_path, feature):
-    config = tiny_config(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The config of a tiny run that uses none of the features, and the run of the whole script."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = tiny_config(folder)
     config["run"] |= {"max_steps": 6, "save_every": 3}
-    if feature == "trackers":
-        del config["run"]["trackers"]
-    if feature == "packing":
-        del config["data"]["packing"]
-    whole = run(
-        tmp_path,
-        config,
-        *(("--run.trackers", "[]") if feature == "trackers" else ()),
-        *(("--data.packing", "none") if feature == "packing" else ()),
-    )
-    script = tmp_path / "train.py"
-    script.write_text(without(SOURCE, feature))
+    return config, run(folder, config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
+    config, expected = whole
+    script = tmp_path / "without.py"
+    rest = without(SOURCE, CASES[case])
+    script.write_text(rest.source)
     subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", script], check=True)
-    fork = tmp_path / "fork"
-    fork.mkdir()
-    command = [sys.executable, script, "--config", write_config(fork, config)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    done = Done(0, "", fork / "run")
-    assert difference(done.weights, whole.weights) == 0 and done.losses == whole.losses
-    assert done.checkpoints == whole.checkpoints
-    kept = yaml.safe_load((fork / "run" / "config.yaml").read_text())
-    gone = {
-        "LoRA": ("model", "lora"),
-        "samples": ("eval", "prompts"),
-        "trackers": ("run", "trackers"),
-        "packing": ("data", "packing"),
-    }[feature]
-    assert gone[1] not in kept[gone[0]]
+
+    spec = importlib.util.spec_from_file_location("without", script)
+    fork = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "without", fork)
+    spec.loader.exec_module(fork)
+    gone = helpers.train.config_fields().keys() - fork.config_fields().keys()
+    assert not [name for name in gone if rest.mentions_setting(name)]
+    kept = {section: dict(settings) for section, settings in config.items()}
+    for section, name in (name.split(".") for name in gone):
+        kept.get(section, {}).pop(name, None)
+
+    monkeypatch.setattr(helpers, "train", fork)
+    done = run(tmp_path, kept)
+    assert difference(done.weights, expected.weights) == 0
+    assert list(map(numbers, done.metrics)) == list(map(numbers, expected.metrics))
+    assert done.checkpoints == expected.checkpoints == ["step-00000003", "step-00000006"]
+    for path in expected.folder.glob("checkpoints/*/*.safetensors"):
+        assert difference(load_file(done.folder / path.relative_to(expected.folder)), load_file(path)) == 0
+
+
+def test_nothing_else_is_tidied_away():
+    script = Script(SOURCE)
+    script.tidy()
+    assert script.source == SOURCE

@@ -1,0 +1,155 @@
+"""The features of train.py that a fork may not need, and what takes each of them out.
+
+test_delete.py proves that the rest is the same run.
+
+    python tests/template/features.py LoRA samples      takes them out of train.py
+    python tests/template/features.py                   lists them
+
+For most of them this is all: in place of the setting goes the value that switches it off, then goes what can never run
+and what nobody uses any more.
+"""
+
+import sys
+from pathlib import Path
+
+from surgery import Script
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+
+
+def lora(script: Script) -> None:
+    script.drop_setting("model.lora", None)
+    script.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
+    script.drop_parameter("flops_per_token", "lora", None)
+    script.drop_statements("silence_libraries", ".is_gradient_check")
+
+
+def samples(script: Script) -> None:
+    script.drop_definition("sample")
+    script.drop_statements("training_loop", "sampling")
+    script.drop_setting("eval.prompts", [])
+    script.drop_setting("eval.max_new_tokens", 0)
+    script.drop_setting("eval.temperature", 0)
+
+
+def trackers(script: Script) -> None:
+    script.drop_setting("run.trackers", [])
+    script.drop_argument("Accelerator", "log_with")
+    script.drop_argument("Accelerator", "project_dir")
+    script.drop_statements("start_accelerator", "missing")
+    script.drop_clause("start_accelerator", "run.trackers")
+    script.drop_statements("begin", "init_trackers")
+    script.drop_statements("RunFolder.log", "self.accelerator.log")
+
+
+def packing(script: Script) -> None:
+    script.drop_setting("data.packing", "none")
+    for function in "Dataset.__init__", "cut_into_rows", "check_loss":
+        script.drop_parameter(function, "packing", "none")
+    script.drop_statements("collate", "position_ids")
+    script.drop_definition("document_mask")
+    script.drop_clause("check_loss", "data.packing")
+
+
+def profiler(script: Script) -> None:
+    script.drop_definition("Profiler")
+    script.drop_statements("training_loop", "profiler")
+    script.drop_setting("perf.profile_steps", None)
+
+
+def curves(script: Script) -> None:
+    script.drop_definition("draw_curves")
+
+
+def compile(script: Script) -> None:
+    script.drop_setting("model.compile", "none")
+    script.drop_call_in_with("torch.compiler.set_stance")
+
+
+def auto(script: Script) -> None:
+    script.drop_choice("batch.max_micro_batch_size", "auto")
+    script.drop_clause("Batch.max_micro_batch_size", "auto")
+    script.drop_definition("largest_micro_batch")
+    script.replace("print_plans", "limit == 'auto'", "False")
+
+
+def keep_best(script: Script) -> None:
+    script.drop_setting("run.keep_best", False)
+    script.replace("training_loop", "progress.is_best()", "False")
+    script.replace("train", "export_best(setup, progress)", "export_model(setup)")
+    script.drop_definition("export_best")
+    script.drop_statements("resume", "best_checkpoint")
+    script.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
+    script.drop_field("Progress.best_loss")
+    script.drop_field("Progress.best_checkpoint", "")
+
+
+def chunked_loss(script: Script) -> None:
+    script.drop_setting("model.chunked_loss", False)
+    script.drop_parameter("compute_loss", "chunked", False)
+    script.drop_parameter("check_loss", "chunked", False)
+    script.drop_clause("check_loss", "model.chunked_loss")
+
+
+def evaluation(script: Script) -> None:
+    samples(script)
+    keep_best(script)
+    script.drop_definition("evaluate")
+    script.drop_field("Setup.eval_data", None)
+    script.drop_returned("load_data", 1)
+    script.drop_statements("Config.check", "two_held_out")
+    script.drop_setting("run.eval_every", 0)
+    script.drop_setting("eval.max_rows", None)
+    script.drop_setting("data.eval_fraction", 0)
+    script.drop_setting("data.eval_source", None)
+    script.drop_statements("load_source", "data.eval_source")
+    script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
+    script.drop_element("is_harmless", "eval")
+    script.drop_element("SHOWN", "eval/loss")
+    script.drop_statements("draw_curves", "eval/loss")
+
+
+def fsdp(script: Script) -> None:
+    script.replace("choose_strategy", "accelerator.is_fsdp2", "False")
+
+
+def chat(script: Script) -> None:
+    script.drop_choice("data.format", "chat")
+    script.drop_setting("data.chat_template", None)
+    script.drop_element("FORMATS", "chat")
+    script.drop_clause("Data.format", "role and content")
+    script.drop_clause("Eval.prompts", "chat")
+    script.drop_clause("load_tokenizer", "data.chat_template")
+
+
+FEATURES = {
+    "LoRA": lora,
+    "samples": samples,
+    "trackers": trackers,
+    "packing": packing,
+    "profiler": profiler,
+    "curves": curves,
+    "compile": compile,
+    "auto": auto,
+    "keep_best": keep_best,
+    "chunked_loss": chunked_loss,
+    "evaluation": evaluation,
+    "FSDP": fsdp,
+    "chat": chat,
+}
+
+
+def without(source: str, features: list[str]) -> Script:
+    """The script without these features. A single one must be found wherever it is looked for; several share places."""
+    script = Script(source, strict=len(features) == 1)
+    for feature in features:
+        FEATURES[feature](script)
+    script.tidy()
+    return script
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        TRAIN.write_text(without(TRAIN.read_text(), sys.argv[1:]).source)
+    else:
+        print(*FEATURES, sep="\n")

@@ -1,0 +1,658 @@
+"""Takes parts out of a Python script by its syntax tree: functions, settings, parameters, calls.
+
+No operation depends on how a line is written. Comments and layout stay, because what goes is cut out of the text, at
+the places that the tree names.
+
+    script = Script(source)
+    script.drop_setting("run.keep_best", False)     each operation fails if it finds nothing to do
+    script.tidy()                                   what can never run and what nobody uses any more
+    script.source
+
+features.py names the operations that take a feature out of train.py, and fork_classifier.py makes another task of it.
+"""
+
+import ast
+import functools
+import io
+import json
+import operator
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from itertools import accumulate
+
+OPERATORS = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda some, all: some in all,
+    ast.NotIn: lambda some, all: some not in all,
+}
+UNKNOWN = object()
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # Of them there is one for the whole tree.
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+
+
+def last_name(node: ast.AST) -> str | None:
+    """accumulate of self.accelerator.accumulate, and of a plain accumulate."""
+    return getattr(node, "attr", getattr(node, "id", None))
+
+
+def constant(node: ast.AST):
+    """The value of a literal, otherwise UNKNOWN."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return UNKNOWN
+
+
+def same(some: ast.AST, other: ast.AST) -> bool:
+    return ast.dump(some) == ast.dump(other)
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+
+
+def own_parts(statement: ast.stmt) -> list[ast.AST]:
+    """What belongs to a statement itself: of an if, for or with its head, not the statements in it."""
+    if isinstance(statement, DEFINITIONS):
+        return []
+    return [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt | ast.ExceptHandler)]
+
+
+def mentions(node: ast.AST, what: str) -> bool:
+    """Whether a name, an attribute (alone, or with what stands before it), a keyword or a string is `what`."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name | ast.Attribute) and what in (last_name(part), ast.unparse(part)):
+            return True
+        if isinstance(part, ast.keyword) and part.arg == what:
+            return True
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and what in part.value:
+            return True
+    return False
+
+
+def without_clause(text: str, what: str) -> str:
+    """The text without its clause about `what`. Semicolons separate clauses, or else commas, or else an `or`."""
+    separator = next(mark for mark in ("; ", ", ", " or ") if mark in text)
+    pieces = text.split(separator)
+    [at] = [number for number, piece in enumerate(pieces) if what in piece]
+    gone = pieces.pop(at)
+    if at == 0:  # A text often begins with what it is about.
+        head, colon, _ = gone[: gone.index(what)].rpartition(": ")
+        pieces[0] = head + colon + pieces[0].removeprefix("or ")
+    elif separator != "; " and ": " in gone:
+        pieces[at - 1] += gone[gone.index(": ") :]
+    elif at == len(pieces) and gone.endswith("."):
+        pieces[-1] += "."
+    return separator.join(pieces)
+
+
+def operation(method):
+    """A change that fails if there is nothing to change, unless the script is not strict: then it says so."""
+
+    @functools.wraps(method)
+    def tried(self, *args):
+        try:
+            method(self, *args)
+        except LookupError as error:
+            if self.strict:
+                raise
+            self.skipped.append(f"{method.__name__}{args}: {error}")
+
+    return tried
+
+
+class Script:
+    def __init__(self, source: str, strict: bool = True):
+        self.text = source.encode()  # Because the columns of a syntax tree count bytes.
+        self.strict = strict
+        self.skipped = []
+        self.parse()
+        self.never_used = self.unused().keys()
+
+    @property
+    def source(self) -> str:
+        return self.text.decode()
+
+    # The tree and its places in the text
+
+    def parse(self) -> None:
+        self.tree = ast.parse(self.text)
+        self.lines = self.text.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
+        self.parents, self.nodes = {}, [self.tree]
+        for node in self.nodes:  # Which grows meanwhile. ast.walk() takes three times as long.
+            for name in node._fields:
+                value = getattr(node, name, None)
+                for child in value if isinstance(value, list) else [value]:
+                    if isinstance(child, ast.AST) and not isinstance(child, MARKS):
+                        self.parents[child] = node
+                        self.nodes.append(child)
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        start = self.starts[node.lineno - 1] + node.col_offset
+        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text_of(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end].decode()
+
+    def line_span(self, first: ast.stmt, last: ast.stmt | None = None) -> tuple[int, int]:
+        """Whole lines of one or more statements, with decorators and the comment above."""
+        line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", []))]) - 1
+        while line > 0 and self.lines[line - 1].startswith(b" " * first.col_offset + b"#"):
+            line -= 1
+        return self.starts[line], self.starts[(last or first).end_lineno]
+
+    def edit(self, edits: list[tuple[int, int, str]]) -> None:
+        """Replace pieces of the text. Of two that overlap, the outer one counts."""
+        kept, reached = [], 0
+        for start, end, new in sorted(edits, key=lambda one: (one[0], -one[1])):
+            if start >= reached:
+                kept.append((start, end, new))
+                reached = end
+        for start, end, new in reversed(kept):
+            self.text = self.text[:start] + new.encode() + self.text[end:]
+        self.parse()
+
+    def find(self, path: str) -> ast.AST:
+        """A function, class, method or constant of the script by its dotted name; "" is the script itself."""
+        node = self.tree
+        for name in path.split(".") if path else []:
+            found = [child for child in node.body if self.name_of(child) == name]
+            if not found:
+                raise LookupError(f"there is no {path}")
+            [node] = found
+        return node
+
+    @staticmethod
+    def name_of(statement: ast.stmt) -> str | None:
+        """The name that a statement defines."""
+        targets = targets_of(statement)
+        return last_name(targets[0]) if targets else getattr(statement, "name", None)
+
+    def block_of(self, statement: ast.stmt) -> tuple[ast.AST, str]:
+        """What holds a statement, and under which name: body, orelse, ..."""
+        owner = self.parents[statement]
+        for name, block in ast.iter_fields(owner):
+            if isinstance(block, list) and statement in block:
+                return owner, name
+        raise AssertionError
+
+    def statement_of(self, node: ast.expr) -> ast.stmt:
+        return next(one for one in self.owners(node) if isinstance(one, ast.stmt))
+
+    def owners(self, node: ast.AST) -> list[ast.AST]:
+        """What a node stands in, from the inside to the outside."""
+        found = [node]
+        while found[-1] in self.parents:
+            found.append(self.parents[found[-1]])
+        return found[1:]
+
+    def statements(self, path: str) -> list[ast.stmt]:
+        root = self.find(path)
+        return [node for node in ast.walk(root) if isinstance(node, ast.stmt) and node is not root]
+
+    def calls(self, name: str) -> list[ast.Call]:
+        """All calls of a function or method, or of a class for its __init__."""
+        known = [node for node in self.nodes if isinstance(node, ast.Call)]
+        return [node for node in known if name in (last_name(node.func), ast.unparse(node.func))]
+
+    # Cutting
+
+    def cut(self, statements: list[ast.stmt], where: str, edits=()) -> None:
+        """Remove statements, and make further edits. What they leave empty goes, too: an if, a loop, a function."""
+        if not statements:
+            raise LookupError(f"{where}: nothing to remove")
+        doomed, edits, waiting = set(), list(edits), list(statements)
+        while waiting:
+            statement = waiting.pop()
+            doomed.add(statement)
+            edits.append((*self.line_span(statement), ""))
+            owner, name = self.block_of(statement)
+            block = getattr(owner, name)
+            after = block[block.index(statement) + 1 :][:1]
+            if isinstance(owner, ast.ClassDef) and isinstance(statement, ast.AnnAssign) and self.is_text(after):
+                doomed.add(after[0])  # What it means stands below a setting.
+                edits.append((*self.line_span(after[0]), ""))
+            left = [one for one in block if one not in doomed and not (block[0] is one and self.is_text([one]))]
+            if left or owner in doomed:
+                continue
+            if name == "orelse":
+                edits.append((self.starts[owner.body[-1].end_lineno], self.starts[statement.end_lineno], ""))
+            elif getattr(owner, "orelse", None) or isinstance(owner, ast.Try):
+                raise ValueError(f"{where}: line {owner.lineno} would be left without its body")
+            else:
+                waiting.append(owner)
+        self.edit(edits)
+
+    @staticmethod
+    def is_text(statements: list[ast.stmt]) -> bool:
+        """Whether the first of them is a docstring."""
+        return [type(one) for one in statements[:1]] == [ast.Expr] and isinstance(constant(statements[0].value), str)
+
+    def without_element(self, elements: list[ast.AST], at: int, owner: ast.AST) -> tuple[int, int, str]:
+        """The edit that takes one of several elements away, with its comma."""
+        start, end = self.span(elements[at])
+        if isinstance(owner, ast.Tuple) and len(elements) == 2:  # What is left is still a tuple.
+            return (*self.span(owner), f"({self.text_of(elements[1 - at])},)")
+        if at > 0:
+            start = self.span(elements[at - 1])[1]
+        elif len(elements) > 1:
+            end = self.span(elements[1])[0]
+        return start, end, ""
+
+    @operation
+    def drop_element(self, path: str, value) -> None:
+        """Remove a constant from a list, tuple or set, or the entry of a dict with this key."""
+        edits = []
+        for node in ast.walk(self.find(path)):
+            if isinstance(node, ast.Dict):
+                for key, held in zip(node.keys, node.values):
+                    if key and constant(key) == value:
+                        start, end = self.span(key)[0], self.span(held)[1]
+                        comma = self.text[end : end + 1] == b","
+                        edits.append((start, end + comma, ""))
+            elif isinstance(node, ast.List | ast.Tuple | ast.Set):
+                for at, element in enumerate(node.elts):
+                    if constant(element) == value:
+                        edits.append(self.without_element(node.elts, at, node))
+        if not edits:
+            raise LookupError(f"{path}: no element {value!r}")
+        self.edit(edits)
+
+    @operation
+    def drop_statements(self, path: str, what: str) -> None:
+        """Remove the statements in a function or class that mention a name, an attribute or a piece of a string."""
+        code = [node for node in self.statements(path) if not self.is_text([node])]
+        self.cut([node for node in code if any(mentions(part, what) for part in own_parts(node))], f"{path}: {what}")
+
+    @operation
+    def drop_definition(self, path: str) -> None:
+        """Remove a function, class, method or constant, and the statements that use it."""
+        node, name = self.find(path), path.split(".")[-1]
+        users = [self.statement_of(call) for call in self.calls(name)]
+        self.cut([node, *(one for one in users if node not in self.owners(one))], path)
+
+    @operation
+    def drop_argument(self, callee: str, keyword: str) -> None:
+        edits = []
+        for call in self.calls(callee):
+            parts = [*call.args, *call.keywords]
+            found = [at for at, part in enumerate(parts) if getattr(part, "arg", None) == keyword]
+            edits += [self.without_element(parts, at, call) for at in found]
+        if not edits:
+            raise LookupError(f"no call of {callee} has an argument {keyword}")
+        self.edit(edits)
+
+    @operation
+    def drop_parameter(self, path: str, name: str, value=UNKNOWN) -> None:
+        """Remove a parameter of a function, and what all calls pass for it. Inside stands the value instead."""
+        function, edits = self.find(path), []
+        known = function.args
+        names = [argument.arg for argument in known.args]
+        if name not in names:
+            raise LookupError(f"{path} has no parameter {name}")
+        at = names.index(name)
+        elements = [*known.args, *known.defaults]
+        elements = sorted(elements, key=self.span)  # A default stands after its parameter.
+        start, end = self.without_element(elements, elements.index(known.args[at]), function)[:2]
+        if at >= len(names) - len(known.defaults):
+            end = self.span(known.defaults[at - len(names)])[1]
+        edits.append((start, end, ""))
+        if value is not UNKNOWN:
+            reads = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+            edits += [(*self.span(node), repr(value)) for node in reads]
+
+        is_method = names[0] == "self"
+        called = path.split(".")[0] if function.name == "__init__" else function.name
+        for call in self.calls(called):
+            parts = [*call.args, *call.keywords]
+            keywords = [number for number, part in enumerate(parts) if getattr(part, "arg", None) == name]
+            position = at - is_method
+            if keywords:
+                edits.append(self.without_element(parts, keywords[0], call))
+            elif position < len(call.args):
+                edits.append(self.without_element(parts, position, call))
+        self.edit(edits)
+
+    @operation
+    def drop_field(self, path: str, value=UNKNOWN) -> None:
+        """Remove a field of a class and the argument that sets it. Where it is read, the value stands instead."""
+        owner, name = path.rsplit(".", 1)
+        edits = []
+        for call in self.calls(owner):
+            for at, keyword in enumerate(call.keywords):
+                if keyword.arg == name:
+                    edits.append(self.without_element(call.keywords, at, call))
+        if value is not UNKNOWN:
+            for node in self.nodes:
+                if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
+                    edits.append((*self.span(node), repr(value)))
+        self.cut([self.find(path)], path, edits)
+
+    @operation
+    def drop_call_in_with(self, callee: str) -> None:
+        """Remove `with callee(...)` and the comment behind it. The block stays."""
+        edits = []
+        for node in self.nodes:
+            if not isinstance(node, ast.With):
+                continue
+            items = [item.context_expr for item in node.items]
+            for at, item in enumerate(items):
+                if isinstance(item, ast.Call) and callee in (last_name(item.func), ast.unparse(item.func)):
+                    if len(items) == 1:
+                        edits.append((*self.line_span(node), self.unwrapped(node)))
+                    else:
+                        end = self.span(items[-1])[1]
+                        comment = end + 1, self.starts[node.items[-1].context_expr.end_lineno] - 1, ""
+                        edits += [self.without_element(items, at, node), comment]
+        if not edits:
+            raise LookupError(f"no with calls {callee}")
+        self.edit(edits)
+
+    @operation
+    def drop_returned(self, path: str, at: int) -> None:
+        """Remove one element of the tuple that a function returns, also where it is called and in its annotation."""
+        function = self.find(path)
+        returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+        edits = [(*self.span(node), self.without(node, at)) for node in returned if isinstance(node, ast.Tuple)]
+        if function.returns:
+            elements = function.returns.slice
+            edits.append((*self.span(function.returns), self.without(elements, at, "tuple[{}]")))
+        for call in self.calls(function.name):
+            owner = self.parents[call]
+            if isinstance(owner, ast.Assign) and isinstance(owner.targets[0], ast.Tuple):
+                edits.append((*self.span(owner.targets[0]), self.without(owner.targets[0], at)))
+        self.edit(edits)
+
+    def without(self, elements: ast.Tuple, at: int, form: str = "{}") -> str:
+        left = [self.text_of(element) for number, element in enumerate(elements.elts) if number != at]
+        return left[0] if len(left) == 1 else form.format(", ".join(left))
+
+    # Settings of train.py: fields of the classes that Config holds
+
+    def section_class(self, section: str) -> str | None:
+        """The name of the class of a section, None if the config has no such section any more."""
+        found = [node for node in self.find("Config").body if self.name_of(node) == section]
+        return found[0].annotation.id if found else None
+
+    def is_setting(self, node: ast.AST, section: str, name: str) -> bool:
+        """Whether an expression reads section.name."""
+        is_read = isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+        return is_read and self.is_section(node.value, section)
+
+    def is_section(self, node: ast.expr, section: str) -> bool:
+        """Whether it is the section of a config: config.section, or a name that stands for it in a function."""
+        if isinstance(node, ast.Attribute):
+            return node.attr == section
+        for function in [one for one in self.owners(node) if isinstance(one, FUNCTIONS)]:
+            for argument in function.args.args:
+                if argument.arg == last_name(node):
+                    return last_name(argument.annotation) == self.section_class(section)
+            for name, value in self.assignments(function):
+                if name == last_name(node):
+                    return isinstance(value, ast.Attribute) and value.attr == section
+        return False
+
+    @staticmethod
+    def assignments(function: ast.AST) -> list[tuple[str, ast.expr]]:
+        """The names that get a value in a function, each with its value; of a, b = 1, 2 both."""
+        found = []
+        for node in ast.walk(function):
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                    found += [(last_name(name), value) for name, value in zip(names, values)]
+                case ast.Assign(targets=[ast.Name(name)], value=value):
+                    found.append((name, value))
+        return found
+
+    @operation
+    def drop_setting(self, path: str, off) -> None:
+        """Remove a setting. Where it is read, the value that switches it off stands instead."""
+        section, name = path.split(".")
+        holder = self.section_class(section)
+        edits = []
+        for node in self.nodes:
+            if self.is_setting(node, section, name):
+                edits.append((*self.span(node), repr(off)))
+            elif isinstance(node, ast.List | ast.Tuple | ast.Set):
+                for at, element in enumerate(node.elts):
+                    if constant(element) == path:
+                        edits.append(self.without_element(node.elts, at, node))
+        self.cut([self.find(f"{holder}.{name}")], path, edits)
+        if holder not in map(self.name_of, self.tree.body):
+            self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
+
+    @operation
+    def drop_choice(self, path: str, value: str) -> None:
+        """Remove one of the values that a setting may have. No comparison with it is true any more."""
+        section, name = path.split(".")
+        edits = []
+        for node in ast.walk(self.find(f"{self.section_class(section)}.{name}").annotation):
+            if isinstance(node, ast.Subscript) and last_name(node.value) == "Literal":
+                choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                values = list(map(constant, choices))
+                if values == [value]:
+                    union = self.parents[node]
+                    other = union.left if union.right is node else union.right
+                    edits.append((*self.span(union), self.text_of(other)))
+                elif value in values:
+                    edits.append(self.without_element(choices, values.index(value), node))
+        if not edits:
+            raise LookupError(f"{path} has no choice {value!r}")
+        for node in self.nodes:
+            is_about = isinstance(node, ast.Compare) and self.is_setting(node.left, section, name)
+            if is_about and constant(node.comparators[0]) == value:
+                edits.append((*self.span(node), repr(isinstance(node.ops[0], ast.NotEq))))
+        self.edit(edits)
+
+    def mentions_setting(self, path: str) -> bool:
+        """Whether a setting is still read anywhere, or named in a message or a comment."""
+        if any(self.is_setting(node, *path.split(".")) for node in self.nodes):
+            return True
+        tokens = tokenize.tokenize(io.BytesIO(self.text).readline)
+        return any(path in token.string for token in tokens if token.type not in (tokenize.NAME, tokenize.OP))
+
+    # Replacing
+
+    @operation
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Put one expression in place of another, wherever it stands in a function."""
+        wanted = ast.parse(old, mode="eval").body
+        found = [node for node in ast.walk(self.find(path)) if isinstance(node, ast.expr) and same(node, wanted)]
+        if not found:
+            raise LookupError(f"{path}: no {old}")
+        self.edit([(*self.span(node), new) for node in found])
+
+    @operation
+    def put(self, path: str, definition: str) -> None:
+        """Replace a function or method by another."""
+        node = self.find(path)
+        start, end = self.line_span(node)
+        self.edit([(start, end, definition)])
+
+    @operation
+    def drop_clause(self, path: str, what: str) -> None:
+        """Remove from the messages in a function, or from the text below a setting, the clause that mentions `what`."""
+        node = self.find(path)
+        if isinstance(node, ast.AnnAssign):
+            block = self.parents[node].body
+            node = block[block.index(node) + 1]
+        edits = []
+        for part in ast.walk(node):
+            if not mentions(part, what) or isinstance(self.parents[part], ast.JoinedStr):
+                continue
+            if isinstance(part, ast.JoinedStr):
+                values = [value.value if isinstance(value, ast.Constant) else value for value in part.values]
+                marked = "".join(value if isinstance(value, str) else "\0" for value in values)
+                texts = without_clause(marked, what).split("\0")
+                holes = [value for value in values if not isinstance(value, str)]
+                assert len(holes) == len(texts) - 1, f"{path}: the clause about {what} has a value in it"
+                joined = [ast.Constant(texts[0])]
+                for hole, text in zip(holes, texts[1:]):
+                    joined += [hole, ast.Constant(text)]
+                edits.append((*self.span(part), ast.unparse(ast.JoinedStr(joined))))
+            elif isinstance(part, ast.Constant):
+                quoted = json.dumps(without_clause(part.value, what), ensure_ascii=False)
+                edits.append((*self.span(part), f'""{quoted}""' if self.is_text([self.parents[part]]) else quoted))
+        if not edits:
+            raise LookupError(f"{path}: no clause about {what}")
+        self.edit(edits)
+
+    # Tidying
+
+    def tidy(self) -> None:
+        """Remove what can never run, and what has nobody to use it any more. Then what ruff removes and formats."""
+        before = None
+        while before != self.text:
+            before = self.text
+            self.fold()
+            self.drop_unused()
+        for command in (["check", "--select", "F401", "--fix", "--quiet"], ["format", "--line-length", "120"]):
+            command = [sys.executable, "-m", "ruff", *command, "--isolated", "-"]
+            self.text = subprocess.run(command, input=self.text, capture_output=True, check=True).stdout
+        self.parse()
+
+    def fold(self) -> None:
+        """Work out what follows from constants: `x or False` is x, and what stands under `if False` goes."""
+        while True:
+            edits = []
+            for node in self.nodes:
+                simpler = self.simpler(node)
+                if simpler is not None:
+                    edits.append((*self.span(node), simpler))
+                edits += self.simpler_statement(node)
+            demands = [call for call in self.calls("require") if constant(call.args[0]) not in (UNKNOWN, False)]
+            if edits:
+                self.edit(edits)
+            elif demands:
+                self.cut([self.statement_of(call) for call in demands], "require")
+            else:
+                return
+
+    def simpler(self, node: ast.AST) -> str | None:
+        match node:
+            case ast.UnaryOp(op=ast.Not(), operand=operand) if constant(operand) is not UNKNOWN:
+                return repr(not constant(operand))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in OPERATORS:
+                values = constant(left), constant(right)
+                return None if UNKNOWN in values else repr(OPERATORS[type(op)](*values))
+            case ast.IfExp(test=test) if constant(test) is not UNKNOWN:
+                return self.text_of(node.body if constant(test) else node.orelse)
+            case ast.BoolOp():
+                return self.simpler_choice(node)
+            case ast.Call(func=ast.Name("getattr"), args=[owner, ast.Constant(str(name))]):
+                return f"{self.text_of(owner)}.{name}"
+        return None
+
+    def simpler_choice(self, node: ast.BoolOp) -> str | None:
+        """Of `and`, `or`: up to the operand that decides, without those that cannot."""
+        decisive = isinstance(node.op, ast.Or)
+        kept = []
+        for operand in node.values:
+            value = constant(operand)
+            if value is UNKNOWN:
+                kept.append(operand)
+            elif bool(value) == decisive:
+                kept = [*kept, operand] if decisive else [operand]  # Nothing here has effects: `x and False` is False.
+                break
+            elif operand is node.values[-1] and (not kept or not isinstance(value, bool)):
+                kept.append(operand)  # As in `x or None`.
+        if len(kept) == len(node.values):
+            return None
+        word = " or " if decisive else " and "
+        return word.join(self.text_of(operand) for operand in kept)
+
+    def simpler_statement(self, node: ast.AST) -> list[tuple[int, int, str]]:
+        match node:
+            case ast.If(test=test) if constant(test) is not UNKNOWN:
+                return [self.settled(node, bool(constant(test)))]
+            case ast.Return() | ast.Raise():
+                owner, name = self.block_of(node)
+                after = getattr(owner, name)
+                after = after[after.index(node) + 1 :]
+                if after:
+                    return [(self.starts[node.end_lineno], self.starts[after[-1].end_lineno], "")]
+        return []
+
+    def settled(self, node: ast.If, test: bool) -> tuple[int, int, str]:
+        """The edit for an if whose test is known."""
+        start, end = self.line_span(node)
+        first_line = self.lines[node.lineno - 1].lstrip()
+        rest = self.starts[node.body[-1].end_lineno]  # Where the else or elif begins.
+        if first_line.startswith(b"elif"):
+            start = self.starts[node.lineno - 1]
+            if not test:
+                return start, rest, ""
+            return start, end, " " * node.col_offset + "else:\n" + self.unwrapped(node, dedent=False)
+        if test:
+            return start, end, self.unwrapped(node)
+        if not node.orelse:
+            return start, end, ""
+        tail = self.text[rest:end].decode()
+        if tail.lstrip().startswith("elif"):
+            return start, end, tail.replace("elif", "if", 1)
+        return start, end, self.unwrapped(node, "orelse")
+
+    def unwrapped(self, node: ast.stmt, name: str = "body", dedent: bool = True) -> str:
+        """The statements in a block as text, four columns to the left."""
+        block = getattr(node, name)
+        start, end = self.line_span(block[0], block[-1])
+        lines = self.text[start:end].decode().splitlines(keepends=True)
+        return "".join(line[4:] if dedent and line.startswith("    ") else line for line in lines)
+
+    def unused(self) -> dict[str, list[ast.stmt]]:
+        """What is defined and never read, by name: functions, classes, constants, methods, attributes, variables."""
+        everywhere, found = self.names_read(self.tree), {}
+        for owner in self.nodes:
+            if isinstance(owner, ast.Module | ast.ClassDef):
+                for node in owner.body:
+                    name = self.name_of(node) or "__"
+                    is_field = isinstance(owner, ast.ClassDef) and not isinstance(node, FUNCTIONS)
+                    if not (is_field or name.startswith("__") or (everywhere - self.names_read(node))[name]):
+                        found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
+            if isinstance(owner, FUNCTIONS):
+                read = self.names_read(owner)
+                for node in ast.walk(owner):
+                    for target in targets_of(node):
+                        known = read if isinstance(target, ast.Name) else everywhere
+                        name = last_name(target)
+                        if name and not known[name]:
+                            found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
+        return found
+
+    @staticmethod
+    def names_read(node: ast.AST) -> Counter:
+        """How often each name or attribute is read, or named by a string."""
+        names = Counter()
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Load):
+                names[last_name(part)] += 1
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                names[part.value] += 1
+        return names
+
+    def drop_unused(self) -> None:
+        new = [nodes for name, nodes in self.unused().items() if name not in self.never_used]
+        if new:
+            self.cut([node for nodes in new for node in nodes], "unused")
+        edits = []
+        for node in self.nodes:  # a, b = 1, 2 where only one of them is read.
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                    owner = next(one for one in self.owners(node) if isinstance(one, (*FUNCTIONS, ast.Module)))
+                    read = self.names_read(owner)
+                    kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or read[name.id]]
+                    if len(kept) < len(names):
+                        sides = [", ".join(self.text_of(side[at]) for at in kept) for side in (names, values)]
+                        edits.append((*self.span(node), " = ".join(sides)))
+        if edits:
+            self.edit(edits)
