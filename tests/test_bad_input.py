@@ -162,7 +162,7 @@ case(
     "eval_source",
 )
 case("split of files", {"data.split": "validation"}, "data", "split", "files", "path")
-case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds run.max_steps")
+case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds the run's 4 steps")
 case(
     "warmup longer than the epochs",
     {"run.max_steps": None, "run.max_epochs": 0.1, "optim.warmup_steps": 500},
@@ -576,7 +576,7 @@ case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
 case(
     "processes without groups",
     {},
-    "3 processes form no groups of 2",
+    "the number of processes, 3, must be a multiple of 2",
     "multiple of 2",
     argv=[*CONFIG, "--plan", "3"],
     env={"PARALLELISM_CONFIG_TP_SIZE": "2"},

@@ -208,7 +208,10 @@ def test_float8(config, runs, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        (("--model.chunked_loss", "true"), "model.chunked_loss: not together with FSDP2"),
+        (
+            ("--model.chunked_loss", "true"),
+            "model.chunked_loss: cannot be combined with FSDP2, which gathers the output layer only once",
+        ),
         (("--optim.name", "muon"), "optim.name muon: needs whole matrices, and FSDP2 shards them; use adamw, or DDP"),
     ],
 )

@@ -38,7 +38,7 @@ def trackers(script: Script) -> None:
     script.drop_argument("Accelerator", "project_dir")
     script.drop_statements("start_accelerator", "missing")
     script.drop_clause("start_accelerator", "run.trackers")
-    script.drop_statements("begin", "init_trackers")
+    script.drop_statements("start_logs", "init_trackers")
     script.drop_statements("RunFolder.log", "self.accelerator.log")
 
 
@@ -104,7 +104,7 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_source", None)
     script.drop_statements("load_source", "data.eval_source")
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
-    script.drop_element("is_harmless", "eval")
+    script.drop_element("may_change", "eval")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")
 
