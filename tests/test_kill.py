@@ -228,6 +228,7 @@ def check_orphans(launcher: subprocess.Popen, found: list, expected: list | None
     assert "Traceback" not in output and found == (expected or [])
 
 
+@pytest.mark.slow
 def test_killed_in_every_way(whole, tmp_path):
     """11 kills on 1, 2 and 3 processes in turn: of any rank, of the launcher or of all; in a step, in an evaluation, in
     the middle of a checkpoint or of the export. The same command goes on each time. KILL_SEED repeats an order."""

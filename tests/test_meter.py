@@ -269,7 +269,7 @@ def test_profile(tmp_path):
 
 def test_profile_of_more_steps_than_there_are(tmp_path):
     """Given the wrong way round, too: what there is. A process that is still profiled when it ends would crash."""
-    done = launch(tmp_path, tiny_config(tmp_path), "--run.max_steps", 6, "--perf.profile_steps", "[9, 5]")
+    done = launch(tmp_path, tiny_config(tmp_path), "--run.max_steps", 6, "--perf.profile_steps", "[9, 5]", warm=True)
     assert done.status["status"] == "finished"
     with gzip.open(done.folder / "profile.json.gz") as file:
         names = Counter(event.get("name") for event in json.load(file)["traceEvents"])

@@ -104,7 +104,7 @@ def test_finished_and_started_again(again):
     config, before = again
     model, losses = before.folder / "model" / "model.safetensors", before.losses
     written = model.stat()
-    done = launch(before.folder.parent, config, processes=2)
+    done = launch(before.folder.parent, config, processes=2, warm=True)
     said = done.output.replace(str(done.folder.parent), "").lower()  # The folder has the name of this test.
     assert "finished" in said and "30" in said
     assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
