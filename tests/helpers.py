@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -162,9 +163,28 @@ def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeo
     return Done(process.returncode, output, output_dir(folder, config, overrides))
 
 
-def run(folder: Path, config: dict, *overrides, expect: int | None = 0) -> Done:
-    """The same command line through main(argv) in this process: one process, no start-up time."""
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+COUNT_FLOPS, COUNTED = train.flops_per_token, {}
+
+
+def flops_per_token(found: transformers.PreTrainedConfig, lora: dict | None, length: int) -> float:
+    """What train.py counts, for each model once: it takes longer than a tiny run."""
+    asked = found.to_json_string(), repr(lora), length
+    if asked not in COUNTED:
+        COUNTED[asked] = COUNT_FLOPS(found, lora, length)
+    return COUNTED[asked]
+
+
+def run(folder: Path, config: dict, *overrides, expect: int | None = 0, curves: bool = False) -> Done:
+    """The same command line through main(argv) in this process: one process, no start-up time.
+
+    Unless a test is about them, curves are not drawn. That is most of the time of a tiny run; launches draw theirs.
+    """
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(output))
+        stack.enter_context(mock.patch.object(train, "flops_per_token", flops_per_token))
+        if not curves:
+            stack.enter_context(mock.patch.object(train, "draw_curves"))
         code = train.main(["--config", str(write_config(folder, config)), *map(str, overrides)])
     assert expect is None or code == expect, f"exit status {code}, not {expect}:\n{output.getvalue()}"
     return Done(code, output.getvalue(), output_dir(folder, config, overrides))
