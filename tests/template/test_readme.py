@@ -271,14 +271,11 @@ def test_slurm_script(tmp_path, status):
     assert not requeued.exists() or requeued.read_text() == "requeue 17\n"
 
 
-COMING = {"optim.name"}  # The page may name it before train.py has it.
-
-
 def test_settings_are_all_there():
     """No page names a setting that does not exist, and configs/README.md names each that does."""
     sections = "|".join(train.Config.model_fields)
     known = train.config_fields().keys()
-    assert set(re.findall(rf"\b((?:{sections})\.\w+)", README)) - COMING <= known
+    assert set(re.findall(rf"\b((?:{sections})\.\w+)", README)) <= known
     named = set(re.findall(rf"\b((?:{sections})\.\w+)", TEXT[ROOT / "configs" / "README.md"]))
     assert known <= named, f"configs/README.md does not name {known - named}"
 
