@@ -104,7 +104,6 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_source", None)
     script.drop_statements("load_source", "data.eval_source")
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
-    script.drop_element("is_harmless", "eval")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")
 
@@ -118,7 +117,6 @@ def chat(script: Script) -> None:
     script.drop_setting("data.chat_template", None)
     script.drop_element("FORMATS", "chat")
     script.drop_clause("Data.format", "role and content")
-    script.drop_clause("Eval.prompts", "chat")
     script.drop_clause("load_tokenizer", "data.chat_template")
 
 
