@@ -53,6 +53,15 @@ def evaluation_loss(model: torch.nn.Module, rows: list[Row]) -> float:
     return float(sum(x.double() for x in sums)) / sum(counts)
 
 
+def adamw(model: torch.nn.Module, optim: dict) -> list[torch.optim.Optimizer]:
+    """AdamW, in which matrices decay and vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) is many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    betas = optim["adam_beta1"], optim["adam_beta2"]
+    return [torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=betas, eps=optim["adam_eps"], foreach=False)]
+
+
 @dataclass
 class Reference:
     """What the loop did, a list entry per step."""
@@ -81,28 +90,31 @@ def train_reference(
     kind=transformers.AutoModelForCausalLM,
     summed_loss=summed_loss,
     adapt: Callable = lambda model: model,
+    optimizers: Callable = adamw,
 ):
-    """Train on rows_of(step) for steps 1 to max_steps, what adapt() leaves to train of the config's model folder."""
+    """Train on rows_of(step) for steps 1 to max_steps, what adapt() leaves to train of the config's model folder.
+
+    Each parameter group follows the schedule from the learning rate that optimizers() gave it.
+    """
     optim, max_steps, did = config["optim"], config["run"]["max_steps"], Reference()
     folder = config["model"]["pretrained"]
     did.model = model = adapt(kind.from_pretrained(folder, attn_implementation="eager"))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim > 1) is many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": optim["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
-    betas = optim["adam_beta1"], optim["adam_beta2"]
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=optim["adam_eps"], foreach=False)
+    trainers = optimizers(model, optim)
+    groups = [group for trainer in trainers for group in trainer.param_groups]
+    peaks = [group["lr"] for group in groups]
     for step in range(1, max_steps + 1):
         total, targets = summed_loss(model, rows_of(step))
         loss = total / targets
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim["max_grad_norm"])
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(optim, step, max_steps)
-        optimizer.step()
-        optimizer.zero_grad()
+        for group, peak in zip(groups, peaks):
+            group["lr"] = learning_rate(optim | {"learning_rate": peak}, step, max_steps)
+        for trainer in trainers:
+            trainer.step()
+            trainer.zero_grad()
         did.losses.append(loss.item())
         did.grad_norms.append(norm.item())
-        did.learning_rates.append(group["lr"])
+        did.learning_rates.append(groups[0]["lr"])
         did.targets.append(targets)
         if held_out and step % eval_every == 0:
             did.eval_losses[step] = evaluation_loss(model, held_out)

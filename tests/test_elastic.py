@@ -1,4 +1,6 @@
-"""Nodes that come and go under torchrun: two nodes of one process each on loopback, as the README says to start them.
+"""Nodes that come and go under torchrun: two nodes of one process each on loopback.
+
+They are started as accelerate_configs/README.md says.
 
 Whatever happens to the nodes, the run is that of one process that nobody disturbed.
 """
@@ -21,7 +23,7 @@ import psutil
 import pytest
 from helpers import ROOT, Done, difference, kill_tree, run, tiny_config, write_config
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "accelerate_configs" / "README.md").read_text()
 PLAN = {1: 4, 2: 2}  # Processes: how often they accumulate, when 10 rows are processed at most 3 at a time.
 # A lost node is given up after 3 s, and a round begins 3 s after the first node is ready, not after 15 s and 30 s.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"

@@ -292,8 +292,11 @@ def logits(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS[1:])
 def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
-    """By peft's two ways to load it, and merged into the model by the README's command. With the model as it was before
-    the run, the exported adapters have the run's own last evaluation loss: none of its weights had changed."""
+    """By peft's two ways to load it, and merged into the model by the command of configs/README.md.
+
+    With the model as it was before the run, the exported adapters have the run's own last evaluation loss: none of its
+    weights had changed.
+    """
     (config, held_out, truth), done = lora(kind), lora_runs(kind, how)
     expected, folder = logits(truth.model, held_out), done.folder / "model"
     start = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
@@ -304,7 +307,8 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
     for model in loaded, peft.PeftModel.from_pretrained(start, folder):
         torch.testing.assert_close(logits(model, held_out), expected, rtol=0, atol=1e-4)
     if how == "DDP":  # Once is enough.
-        command = re.search(r"^python -c '.*merge_and_unload.*'$", (ROOT / "README.md").read_text(), re.M)[0]
+        page = (ROOT / "configs" / "README.md").read_text()
+        command = re.search(r"^python -c '.*merge_and_unload.*'$", page, re.M)[0]
         _, *words = shlex.split(command.replace("runs/lora_8b", str(done.folder)))
         subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
         merged = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "merged")

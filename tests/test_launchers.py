@@ -205,7 +205,14 @@ def test_float8(config, runs, tmp_path):
     assert all(weight.dtype == torch.float32 for weight in done.weights.values())  # What is kept is not rounded.
 
 
-def test_a_chunked_loss_is_refused_under_fsdp2(config, tmp_path):
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        (("--model.chunked_loss", "true"), "model.chunked_loss: not together with FSDP2"),
+        (("--optim.name", "muon"), "optim.name muon: needs whole matrices, and FSDP2 shards them; use adamw, or DDP"),
+    ],
+)
+def test_refused_under_fsdp2(config, tmp_path, setting, message):
     options = "--num_processes", 2, "--mixed_precision", "no", "--main_process_port", 0
-    output = finish(start(tmp_path, config, "fsdp2", *options, settings=("--model.chunked_loss", "true")), fails=True)
-    assert re.findall("^error: .*", output, re.M) == ["error: model.chunked_loss: not together with FSDP2"]
+    output = finish(start(tmp_path, config, "fsdp2", *options, settings=setting), fails=True)
+    assert re.findall("^error: .*", output, re.M) == [f"error: {message}"]

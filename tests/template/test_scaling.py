@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "tests" / "benchmarks"))
 import scaling
 from scaling import Cost, Weights
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "tests" / "benchmarks" / "README.md").read_text()
 # 1,000 trained parameters of which 800 are gathered twice; an adapter of 100 on 900 frozen ones in bf16.
 FULL, LORA = Weights(1000, 800), Weights(100, 800, 900, 2)
 TABLE = {  # strategy, immediate, weights, devices, micro-steps -> gathered, reduced, moved, held

@@ -1,0 +1,194 @@
+"""What forks change most: a term of the loss, the optimizer, a setting. Each is a change in one place.
+
+A fork here is a script that imports train.py and replaces one of its functions; test_fork.py changes the file itself.
+"""
+
+import json
+import re
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, difference, launch, run, tiny_config
+from reference import adamw, shuffled, summed_loss, train_reference
+
+import train
+
+STEPS, Z = 8, 0.01
+TOKEN_LOSS = f"""
+def token_loss(logits, targets):
+    logits = logits.float()
+    cross_entropy = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    z_loss = {Z} * logits.logsumexp(-1)[targets != -100].square().sum()
+    hits = (logits.argmax(-1) == targets).sum()
+    return cross_entropy + z_loss, {{"loss": cross_entropy, "z_loss": z_loss, "accuracy": hits}}
+"""
+
+
+def fork(folder, function: str):
+    """A script that is train.py but for one function."""
+    [name] = re.findall(r"^def (\w+)", function, re.M)
+    script = folder / "fork.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch\nimport train\n{function}\n"
+        f"train.{name} = {name}\nsys.exit(train.main())\n"
+    )
+    return script
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """A config, the rows of each of its steps, and the rows to evaluate on."""
+    folder = tmp_path_factory.mktemp("changes")
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": STEPS, "eval_every": 4}
+    config["batch"]["max_micro_batch_size"] = 3
+    rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
+    order = shuffled(config["run"]["seed"], len(rows), STEPS * 10)
+    return config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out
+
+
+# A term of the loss --------------------------------------------------------------------------------------------------
+
+
+def parts(model, rows) -> tuple[float, float, float, int]:
+    """Cross-entropy, z-loss and hits, summed over the targets of these rows, each row alone; and the targets."""
+    total = np.zeros(4)
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
+        known = labels != -100
+        logits = model(input_ids=ids).logits[0, :-1][known]
+        z = torch.log(torch.exp(logits).sum(1))
+        hits = logits.max(1).indices == labels[known]
+        cross_entropy = F.cross_entropy(logits, labels[known], reduction="sum") if known.any() else torch.tensor(0.0)
+        total += [cross_entropy.item(), Z * (z**2).sum().item(), hits.sum().item(), known.sum().item()]
+    return tuple(total)
+
+
+@pytest.fixture(scope="module")
+def with_z_loss(task):
+    """The plain loop with the z-loss, and of each step and evaluation: cross-entropy, z-loss, accuracy, per target."""
+    config, rows_of, held_out = task
+    seen = {"train": [], "eval": []}
+
+    def summed(model, rows):
+        with torch.no_grad():
+            if len(seen["train"]) in (4, 8) and len(seen["eval"]) < len(seen["train"]) // 4:
+                seen["eval"].append(parts(model, held_out))
+            seen["train"].append(parts(model, rows))
+        total, targets = summed_loss(model, rows)
+        width = max(len(row["input_ids"]) for row in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for r, row in enumerate(rows):
+            ids[r, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+            labels[r, : len(row["input_ids"])] = torch.tensor(row["labels"])
+        scores = model(input_ids=ids).logits[:, :-1][labels[:, 1:] != -100]
+        return total + Z * torch.logsumexp(scores, 1).pow(2).sum(), targets
+
+    did = train_reference(config, rows_of, summed_loss=summed)
+    with torch.no_grad():
+        seen["eval"].append(parts(did.model, held_out))
+    means = {kind: np.array([[*row[:3]] for row in rows]) / [[row[3]] for row in rows] for kind, rows in seen.items()}
+    return did, means
+
+
+@pytest.mark.parametrize("processes, chunked", [(1, False), (1, True), (2, False)])
+def test_a_term_of_the_loss(task, with_z_loss, tmp_path, monkeypatch, processes, chunked):
+    config, *_ = task
+    did, means = with_z_loss
+    if processes == 1:
+        names = {"torch": torch}
+        exec(TOKEN_LOSS, names)
+        monkeypatch.setattr(train, "token_loss", names["token_loss"])
+        monkeypatch.setattr(train, "CHUNK", 16)  # So that a micro-batch has several.
+        done = run(tmp_path, config, "--model.chunked_loss", str(chunked).lower())
+    else:
+        done = launch(tmp_path, config, processes=2, script=fork(tmp_path, TOKEN_LOSS))
+    assert difference(done.weights, did.weights) < 1e-5
+    for kind in "train", "eval":
+        logged = np.array([done.logged(f"{kind}/{name}") for name in ("loss", "z_loss", "accuracy")]).T
+        np.testing.assert_allclose(logged, means[kind], rtol=1e-5)
+    np.testing.assert_allclose(done.logged("eval/perplexity"), np.exp(means["eval"][:, 0]), rtol=1e-5)
+
+
+# The optimizer -------------------------------------------------------------------------------------------------------
+
+SLOW_EMBEDDINGS = """
+def build_optimizer(model, config):
+    embedding = model.get_input_embeddings().weight
+    others = [parameter for parameter in model.parameters() if parameter is not embedding]
+    groups = [{"params": others}, {"params": [embedding], "lr": 0.1 * config.learning_rate}]
+    return [torch.optim.NAdam(groups, lr=config.learning_rate)]
+"""
+SGD = """
+def build_optimizer(model, config):
+    return [torch.optim.SGD(model.parameters(), lr=config.learning_rate)]
+"""
+
+
+@pytest.mark.parametrize("function", [SLOW_EMBEDDINGS, SGD], ids=["two groups, not fused", "no state"])
+def test_another_optimizer(task, tmp_path, monkeypatch, function):
+    """Learning rates per group follow the schedule, and go on after a stop; no state at all is a checkpoint, too."""
+    config, rows_of, _ = task
+    names = {"torch": torch}
+    exec(function, names)
+    monkeypatch.setattr(train, "build_optimizer", names["build_optimizer"])
+
+    def plain(model, optim):
+        return names["build_optimizer"](model, train.Optim(learning_rate=optim["learning_rate"]))
+
+    did = train_reference(config, rows_of, optimizers=plain)
+    done = run(tmp_path, config, "--run.save_every", 3, "--run.keep_checkpoints", 3)
+    did.check(done)
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    again = run(resumed, config, "--run.resume", done.folder / "checkpoints" / "step-00000003")
+    assert again.launches == [3] and difference(again.weights, did.weights) < 1e-5
+    assert difference(train_reference(config, rows_of, optimizers=adamw).weights, did.weights) > 1e-3
+
+
+# A setting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_older_checkpoints_do_not_know(task, tmp_path):
+    """It is compared with its default; one that this script does not know, and one that it does, must be the same."""
+    config, *_ = task
+    done = run(tmp_path, config)
+
+    def edit(change) -> None:
+        """Change the config that the checkpoint remembers."""
+        for path in done.folder.glob("checkpoints/*/manifest.json"):
+            manifest = json.loads(path.read_text())
+            change(manifest["config"])
+            path.write_text(json.dumps(manifest))
+
+    edit(lambda known: known.pop("optim.decay_fraction"))
+    assert run(tmp_path, config, "--run.max_steps", STEPS + 1).status["step"] == STEPS + 1
+    edit(lambda known: known.pop("optim.decay_fraction", None))  # The older of the two checkpoints has lost it already.
+    changed = run(tmp_path, config, "--run.max_steps", STEPS + 2, "--optim.decay_fraction", 0.5, expect=2)
+    assert "  optim.decay_fraction: 1.0 in the checkpoint, 0.5 now" in changed.output
+    edit(lambda known: known.update({"optim.of_a_fork": 3}))
+    unknown = run(tmp_path, config, "--run.max_steps", STEPS + 2, expect=2)
+    assert "  optim.of_a_fork: 3 in the checkpoint, None now" in unknown.output
+
+
+def test_a_new_setting_counts_as_mathematics():
+    """Unless it says otherwise."""
+
+    class Optim(train.Optim):
+        of_a_fork: float = 0.1
+        and_harmless: train.MayChange[float] = 0.1
+
+    class Config(train.Config):
+        optim: Optim = Optim()
+
+    known = train.Config
+    train.Config = Config
+    try:
+        assert not train.may_change("optim.of_a_fork") and not train.may_change("optim.learning_rate")
+        assert train.may_change("optim.and_harmless") and train.may_change("run.log_every")
+    finally:
+        train.Config = known

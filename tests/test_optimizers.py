@@ -1,0 +1,95 @@
+"""optim.name: which optimizer trains which weights, and that both of two survive a stop.
+
+test_damage.py shows that a step which is not finite changes nothing, test_launchers.py where muon is refused.
+"""
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers import ROOT, difference, launch, run, tiny_config, tiny_model
+from reference import adamw, shuffled, train_reference
+
+import train
+
+STEPS, RATE = 12, 0.005
+# Muon makes its matrices orthogonal in bf16. That can turn a difference of 1e-7 in a gradient into one of an update's
+# size, which would hide a mistake. So here it computes in float32, by kellerjordan.github.io/posts/muon.
+IN_FLOAT32 = """
+def orthogonal(matrix, ns_coefficients, ns_steps, eps):
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=eps)
+    a, b, c = ns_coefficients
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+import torch.optim._muon
+torch.optim._muon._zeropower_via_newtonschulz = orthogonal
+"""
+
+
+def muon_and_adamw(model: torch.nn.Module, optim: dict) -> list[torch.optim.Optimizer]:
+    """Told apart by name: the projections inside the layers are Muon's."""
+    named = dict(model.named_parameters())
+    inside = {name: weight for name, weight in named.items() if "proj" in name}
+    assert all(weight.ndim == 2 for weight in inside.values()) and len(inside) == 2 * 7
+    muon = torch.optim.Muon(
+        inside.values(), lr=optim["learning_rate"], weight_decay=optim["weight_decay"], adjust_lr_fn="match_rms_adamw"
+    )
+    [whole] = adamw(model, optim)
+    for group in whole.param_groups:
+        group["params"] = [weight for weight in group["params"] if not any(weight is one for one in inside.values())]
+    return [muon, whole]
+
+
+@pytest.fixture
+def in_float32(monkeypatch):
+    names = {}
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", None)  # So that it is undone.
+    exec(IN_FLOAT32, names)
+
+
+@pytest.fixture
+def truth(in_float32, tmp_path_factory):
+    """A config with optim.name muon, and the plain loop's result for it."""
+    folder = tmp_path_factory.mktemp("muon")
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": STEPS, "save_every": 6}
+    config["optim"] |= {"name": "muon", "learning_rate": RATE}
+    config["batch"]["max_micro_batch_size"] = 3
+    rows = list(datasets.load_from_disk(folder / "rows"))
+    order = shuffled(config["run"]["seed"], len(rows), STEPS * 10)
+    steps = [[rows[i] for i in order[at : at + 10]] for at in range(0, STEPS * 10, 10)]
+    return config, train_reference(config, lambda step: steps[step - 1], optimizers=muon_and_adamw)
+
+
+def test_muon_equals_the_plain_loop(truth, tmp_path):
+    """On one process, and continued from its middle on two: both optimizers' states are in the checkpoint."""
+    config, did = truth
+    done = run(tmp_path, config)
+    did.check(done)
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    script = resumed / "script.py"
+    head = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+    script.write_text(f"{head}{IN_FLOAT32}\nsys.exit(train.main())\n")
+    chosen = done.folder / "checkpoints" / "step-00000006"
+    again = launch(resumed, config, "--run.resume", chosen, processes=2, script=script)
+    assert again.launches == [6] and difference(again.weights, did.weights) < 1e-5
+
+
+@pytest.mark.parametrize("learned_positions", [False, True])
+def test_what_muon_is_not_for(tmp_path, learned_positions):
+    """Embeddings of tokens and positions, the output layer, and all that is no matrix, go to AdamW."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m", learned_positions))
+    muon, rest = train.build_optimizer(model, train.Optim(name="muon"))
+    of_muon = {id(weight) for group in muon.param_groups for weight in group["params"]}
+    of_rest = {id(weight) for group in rest.param_groups for weight in group["params"]}
+    names = {name for name, weight in model.named_parameters() if id(weight) in of_rest}
+    assert not of_muon & of_rest and of_muon | of_rest == {id(weight) for weight in model.parameters()}
+    gpt2, llama = {"transformer.wte.weight", "transformer.wpe.weight"}, {"model.embed_tokens.weight", "lm_head.weight"}
+    outside = {name for name in names if model.get_parameter(name).ndim > 1}
+    assert outside == (gpt2 if learned_positions else llama)
