@@ -48,7 +48,6 @@ def packing(script: Script) -> None:
         script.drop_parameter(function, "packing", "none")
     script.drop_statements("collate", "position_ids")
     script.drop_definition("document_mask")
-    script.drop_clause("check_loss", "data.packing")
 
 
 def profiler(script: Script) -> None:
@@ -88,7 +87,6 @@ def chunked_loss(script: Script) -> None:
     script.drop_setting("model.chunked_loss", False)
     script.drop_parameter("compute_loss", "chunked", False)
     script.drop_parameter("check_loss", "chunked", False)
-    script.drop_clause("check_loss", "model.chunked_loss")
 
 
 def evaluation(script: Script) -> None:
@@ -104,7 +102,6 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_source", None)
     script.drop_statements("load_source", "data.eval_source")
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
-    script.drop_element("may_change", "eval")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")
 
@@ -118,7 +115,6 @@ def chat(script: Script) -> None:
     script.drop_setting("data.chat_template", None)
     script.drop_element("FORMATS", "chat")
     script.drop_clause("Data.format", "role and content")
-    script.drop_clause("Eval.prompts", "chat")
     script.drop_clause("load_tokenizer", "data.chat_template")
 
 

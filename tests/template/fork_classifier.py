@@ -1,30 +1,35 @@
 # ruff: noqa: F821  The names are those of train.py.
-"""An image classifier as a fork of train.py. test_fork.py puts what stands here in place of train.py's own.
+"""An image classifier as a fork of train.py. test_fork.py makes it and trains it.
 
-A function replaces the one of the same name, and a class the methods that it has here. CHANGED are pieces of lines that
-change elsewhere, DELETED the beginnings of lines that go. The loop, plan, meter, checkpoints, resume and signals stay.
+edit() takes out what is about text. Then a function of this file replaces the one of the same name, and a class the
+methods that it has here. The loop, plan, meter, checkpoints, resume and signals stay.
 
 A row is an image of 8 x 8 pixels and its class. Its length is its number of patches, which is what the model computes
 on, so that tokens per step and per second, MFU and data.sequence_length are about patches.
 """
 
-CHANGED = {
-    "transformers.AutoModelForCausalLM": "transformers.AutoModelForImageClassification",
-    '"train/loss", "eval/loss"': '"train/loss", "eval/loss", "eval/accuracy"',
-    "model_config(config, len(tokenizer)), needed": "model_config(config, 0), 0",
-    "accelerator.process_index, vocab_size, ": "accelerator.process_index, ",
-    "rank: int, vocab_size: int, device": "rank: int, device",
-    "In the loss is, for example: {example!r}": "A row is of class {targets.item()}",
-}
-DELETED = (
-    "needed = len(tokenizer)",
-    "vocab_size = self.bare",
-    "if vocab_size >",
-    "model.resize_token_embeddings(",
-    "setup.tokenizer.save_pretrained(",
-    "check_token_ids(",
-    "example = setup.tokenizer",
-)
+from __future__ import annotations
+
+from features import samples
+from surgery import Script
+
+
+def edit(script: Script) -> None:
+    script.replace("", "transformers.AutoModelForCausalLM", "transformers.AutoModelForImageClassification")
+    script.replace("SHOWN", "'eval/loss'", '"eval/loss", "eval/accuracy"')
+    # The tokenizer
+    samples(script)
+    script.drop_definition("load_tokenizer")
+    script.drop_parameter("load_data", "tokenizer")
+    script.drop_field("Setup.tokenizer")
+    script.drop_statements("export_model", "setup.tokenizer")
+    script.drop_statements("announce", "example")
+    # Its vocabulary
+    script.drop_definition("check_token_ids")
+    script.drop_statements("build_model", "resize_token_embeddings")
+    script.drop_element("model_config", "vocab_size")
+    for function in "model_config", "build_model", "load_step":
+        script.drop_parameter(function, "vocab_size")
 
 
 class Dataset:
@@ -45,11 +50,7 @@ class Dataset:
         return self.lengths[rows], np.ones(len(rows), int)
 
 
-def load_tokenizer(config: Data, model: Model) -> None:
-    """Pixels need none."""
-
-
-def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, Dataset | None]:
+def load_data(config: Data, seed: int) -> tuple[Dataset, Dataset | None]:
     train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
     return tuple(part and Dataset(part, config.sequence_length, seed) for part in (train, held_out))
 
@@ -78,6 +79,8 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     """Forward and backward matrix FLOPs per patch, counted by torch on a model without storage."""
     impossible = explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}")
     with impossible, torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), attn_implementation="eager")
+        model = transformers.AutoModelForImageClassification.from_config(
+            copy.deepcopy(found), attn_implementation="eager"
+        )
         (add_lora(model, lora) if lora else model)(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
     return counter.get_total_flops() / length

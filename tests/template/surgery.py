@@ -80,7 +80,10 @@ def mentions(node: ast.AST, what: str) -> bool:
 
 def without_clause(text: str, what: str) -> str:
     """The text without its clause about `what`. Semicolons separate clauses, or else commas, or else an `or`."""
-    separator = next(mark for mark in ("; ", ", ", " or ") if mark in text)
+    marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
+    if not marks:
+        raise LookupError(f"what is said about {what} is no clause of its own: {text!r}")
+    separator = marks[0]
     pieces = text.split(separator)
     [at] = [number for number, piece in enumerate(pieces) if what in piece]
     gone = pieces.pop(at)
@@ -477,7 +480,7 @@ class Script:
         """Replace a function or method by another."""
         node = self.find(path)
         start, end = self.line_span(node)
-        self.edit([(start, end, definition)])
+        self.edit([(start, end, " " * node.col_offset + definition + "\n")])
 
     @operation
     def drop_clause(self, path: str, what: str) -> None:
@@ -620,7 +623,7 @@ class Script:
                     if not (is_field or name.startswith("__") or (everywhere - self.names_read(node))[name]):
                         found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
             if isinstance(owner, FUNCTIONS):
-                read = self.names_read(owner)
+                read = self.names_read(owner, strings=False)
                 for node in ast.walk(owner):
                     for target in targets_of(node):
                         known = read if isinstance(target, ast.Name) else everywhere
@@ -630,13 +633,13 @@ class Script:
         return found
 
     @staticmethod
-    def names_read(node: ast.AST) -> Counter:
+    def names_read(node: ast.AST, strings: bool = True) -> Counter:
         """How often each name or attribute is read, or named by a string."""
         names = Counter()
         for part in ast.walk(node):
             if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Load):
                 names[last_name(part)] += 1
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            elif strings and isinstance(part, ast.Constant) and isinstance(part.value, str):
                 names[part.value] += 1
         return names
 
@@ -649,7 +652,7 @@ class Script:
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
                     owner = next(one for one in self.owners(node) if isinstance(one, (*FUNCTIONS, ast.Module)))
-                    read = self.names_read(owner)
+                    read = self.names_read(owner, strings=False)
                     kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or read[name.id]]
                     if len(kept) < len(names):
                         sides = [", ".join(self.text_of(side[at]) for at in kept) for side in (names, values)]

@@ -3,9 +3,12 @@
 import ast
 import difflib
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
+import fork_classifier
 import numpy as np
 import pytest
 import torch
@@ -14,43 +17,24 @@ import transformers
 from helpers import ROOT, difference, launch
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
+from surgery import Script
 
 IMAGES, SIDE, CLASSES = 46, 8, 4
 PATCHES = (SIDE // 2) ** 2  # Of 2 x 2 pixels.
 
 
-def definitions(source: str) -> dict[str, tuple[int, int]]:
-    """First and last line (from 0, the last exclusive) of each function and method, decorators included."""
-    found = {}
-    for node in ast.parse(source).body:
-        inside = node.body if isinstance(node, ast.ClassDef) else [node]
-        for one in (one for one in inside if isinstance(one, ast.FunctionDef)):
-            name = one.name if one is node else f"{node.name}.{one.name}"
-            found[name] = min(part.lineno for part in [one, *one.decorator_list]) - 1, one.end_lineno
-    return found
-
-
-def fork(source: str, changes: str) -> str:
+def fork(source: str) -> str:
     """The script with the changes of fork_classifier.py. Fails if one of them has nothing to change any more."""
-    known = {
-        target.id: ast.literal_eval(node.value)
-        for node in ast.parse(changes).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    }
-    ours, theirs = source.splitlines(keepends=True), changes.splitlines(keepends=True)
-    old, new = definitions(source), definitions(changes)
-    for name in sorted(new, key=lambda name: old[name], reverse=True):  # From the end: earlier places stay valid.
-        ours[slice(*old[name])] = theirs[slice(*new[name])]
-    for beginning in known["DELETED"]:
-        kept = [line for line in ours if not line.strip().startswith(beginning)]
-        assert len(kept) == len(ours) - 1, f"{beginning!r} begins {len(ours) - len(kept)} lines, not one"
-        ours = kept
-    text = "".join(ours)
-    for before, after in known["CHANGED"].items():
-        assert before in text, f"{before!r} is not there to be changed"
-        text = text.replace(before, after)
-    return text
+    script, changes = Script(source), Script(Path(fork_classifier.__file__).read_text())
+    fork_classifier.edit(script)
+    for node in changes.tree.body:
+        if isinstance(node, ast.ClassDef):
+            for method in node.body[1:]:  # Without the docstring.
+                script.put(f"{node.name}.{method.name}", changes.text_of(method))
+        elif isinstance(node, ast.FunctionDef) and node.name != "edit":
+            script.put(node.name, changes.text_of(node))
+    script.tidy()
+    return script.source
 
 
 def generate(folder: Path, count: int, seed: int) -> list[dict]:
@@ -80,9 +64,7 @@ def task(tmp_path_factory):
     """The fork, its config, the plain loop's result for it, and the held-out images."""
     folder = tmp_path_factory.mktemp("task")
     script = folder / "classifier.py"
-    script.write_text(
-        fork((ROOT / "train.py").read_text(), (ROOT / "tests" / "template" / "fork_classifier.py").read_text())
-    )
+    script.write_text(fork((ROOT / "train.py").read_text()))
     rows, held_out = generate(folder / "images", IMAGES, 0), generate(folder / "held-out", 21, 1)
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -130,6 +112,10 @@ def task(tmp_path_factory):
     trained.save_pretrained(folder / "expected")  # A file has other names for the weights of a ViT than its modules.
     did.weights = load_file(folder / "expected" / "model.safetensors")
     return script, config, did, held_out
+
+
+def test_no_name_is_left_over(task):
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", task[0]], check=True)
 
 
 def test_it_takes_few_lines(task):
