@@ -2,7 +2,8 @@
 
 config = tiny_config(tmp_path)                  rows, model and settings; change it like any dict
 done = launch(tmp_path, config, "--run.max_steps", "3", processes=2)     accelerate launch, a real process group
-done = run(tmp_path, config)                    the same through main(argv) in this process, without start-up time
+done = launch(..., warm=True)                   the same processes without the launcher and the imports, see warm.py
+done = run(tmp_path, config)                    one process, this one, through main(argv)
 done.output, done.metrics, done.losses, done.weights, done.status
 """
 
@@ -10,17 +11,20 @@ import contextlib
 import io
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
 import psutil
 import torch
 import transformers
+import warm as warm_process
 import yaml
 from safetensors.torch import load_file
 
@@ -92,10 +96,14 @@ def output_dir(folder: Path, config: dict, overrides: tuple) -> Path:
 
 
 def free_port() -> int:
-    """A port of its own for each launch, whatever else runs on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port for a launch to meet at. It is below those that the system gives to whoever asks for any, so that nobody
+    gets it by chance before it is used; each worker of pytest-xdist has a range of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = 12_000 + 2_000 * (worker % 10) + random.SystemRandom().randrange(2_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def start(
@@ -103,25 +111,39 @@ def start(
     config: dict,
     *overrides,
     processes: int | None = 1,
-    launcher: str = "cpu",
-    env=None,
-    script: Path = ROOT / "train.py",
-):
+    launcher: str | None = None,
+    options: tuple = (),
+    script: tuple | Path = ROOT / "train.py",
+    env: dict | None = None,
+    cwd: Path | None = None,
+    warm: bool = False,
+) -> subprocess.Popen | warm_process.Launch:
     """Start the real command, or a fork of it, and return its Popen, to be signalled.
 
-    Several processes start as `accelerate launch --config_file accelerate_configs/LAUNCHER.yaml`, 1 as a plain
-    `accelerate launch`, None as `python train.py`.
+    With a launcher or several processes it is `accelerate launch --config_file accelerate_configs/LAUNCHER.yaml`, that
+    of the CPU if none is named; for 1 a plain `accelerate launch`; for None `python train.py`. The script may be words.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch"] if processes else [sys.executable]
-    if processes and processes > 1:
-        command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml"]
-        command += ["--num_processes", str(processes), "--main_process_port", str(free_port())]
-    command += [script, "--config", write_config(folder, config), *map(str, overrides)]
+    accelerate = None if processes is None else []
+    if launcher or (processes or 1) > 1:
+        accelerate = ["--config_file", ROOT / "accelerate_configs" / f"{launcher or 'cpu'}.yaml"]
+        accelerate += ["--num_processes", processes, "--main_process_port", free_port(), *options]
+    script = [
+        *(script if isinstance(script, tuple) else [script]),
+        "--config",
+        write_config(folder, config),
+        *overrides,
+    ]
+    accelerate, script = accelerate and list(map(str, accelerate)), list(map(str, script))
+    environment = os.environ | (env or {})
+    if warm and sys.platform == "linux":
+        request = {"launcher": accelerate, "script": script, "environment": dict(environment)}
+        return warm_process.Launch(request | {"cwd": str(cwd or Path.cwd())})
+    command = [sys.executable] if accelerate is None else [sys.executable, "-m", "accelerate.commands.launch"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=os.environ | (env or {}), **pipe)
+    return subprocess.Popen([*command, *(accelerate or []), *script], env=environment, cwd=cwd, **pipe)
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def kill_tree(process: subprocess.Popen | warm_process.Launch) -> None:
     """SIGKILL to a launcher and its ranks: these are in sessions of their own and would outlive it."""
     if process.poll() is None:  # Otherwise its number may be another's by now.
         launcher = psutil.Process(process.pid)
@@ -141,9 +163,28 @@ def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeo
     return Done(process.returncode, output, output_dir(folder, config, overrides))
 
 
-def run(folder: Path, config: dict, *overrides, expect: int | None = 0) -> Done:
-    """The same command line through main(argv) in this process: one process, no start-up time."""
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+COUNT_FLOPS, COUNTED = train.flops_per_token, {}
+
+
+def flops_per_token(found: transformers.PreTrainedConfig, lora: dict | None, length: int) -> float:
+    """What train.py counts, for each model once: it takes longer than a tiny run."""
+    asked = found.to_json_string(), repr(lora), length
+    if asked not in COUNTED:
+        COUNTED[asked] = COUNT_FLOPS(found, lora, length)
+    return COUNTED[asked]
+
+
+def run(folder: Path, config: dict, *overrides, expect: int | None = 0, curves: bool = False) -> Done:
+    """The same command line through main(argv) in this process: one process, no start-up time.
+
+    Unless a test is about them, curves are not drawn. That is most of the time of a tiny run; launches draw theirs.
+    """
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(output))
+        stack.enter_context(mock.patch.object(train, "flops_per_token", flops_per_token))
+        if not curves:
+            stack.enter_context(mock.patch.object(train, "draw_curves"))
         code = train.main(["--config", str(write_config(folder, config)), *map(str, overrides)])
     assert expect is None or code == expect, f"exit status {code}, not {expect}:\n{output.getvalue()}"
     return Done(code, output.getvalue(), output_dir(folder, config, overrides))

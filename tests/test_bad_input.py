@@ -162,7 +162,7 @@ case(
     "eval_source",
 )
 case("split of files", {"data.split": "validation"}, "data", "split", "files", "path")
-case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds run.max_steps")
+case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds the run's 4 steps")
 case(
     "warmup longer than the epochs",
     {"run.max_steps": None, "run.max_epochs": 0.1, "optim.warmup_steps": 500},
@@ -576,7 +576,7 @@ case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
 case(
     "processes without groups",
     {},
-    "3 processes form no groups of 2",
+    "the number of processes, 3, must be a multiple of 2",
     "multiple of 2",
     argv=[*CONFIG, "--plan", "3"],
     env={"PARALLELISM_CONFIG_TP_SIZE": "2"},
@@ -654,6 +654,7 @@ def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, ar
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "flops_per_token", helpers.flops_per_token)
     monkeypatch.setattr(train, "FileLock", lambda path, timeout=-1: FileLock(path, timeout=min(timeout, 1)))
     before, started = contents(tmp_path), time.monotonic()
     status = train.main(fill(argv, tmp_path, data))
@@ -671,21 +672,21 @@ def test_enough_cases():
 
 
 @pytest.mark.parametrize(
-    "processes, changes, word, rows, env",
+    "processes, changes, word, rows, env, warm",
     [
-        (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),
-        (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}),  # Every rank finds it,
-        (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}),  # only the main process,
-        (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}),  # only another rank.
-        (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}),
+        (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, False),
+        (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, False),  # Every rank finds it,
+        (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}, True),  # only the main process,
+        (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}, True),  # only another rank.
+        (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}, True),
     ],
 )
-def test_bad_launch(tmp_path, data, processes, changes, word, rows, env):
+def test_bad_launch(tmp_path, data, processes, changes, word, rows, env, warm):
     jsonl(*[{"input_ids": row} for row in rows])(tmp_path, data)
     settings = write_config(tmp_path / "settings.yaml", GOOD | {"data.packing": "none"} | changes, tmp_path, data)
     started = time.monotonic()
     settings = yaml.safe_load(Path(settings).read_text())
-    done = helpers.launch(tmp_path, settings, processes=processes, expect=None, env=env)
+    done = helpers.launch(tmp_path, settings, processes=processes, expect=None, env=env, warm=warm)
     messages = re.findall(r"^error: .*", done.output, re.MULTILINE)
     assert done.code != 0 and len(messages) == 1 and word in messages[0], done.output
     assert 'train.py", line' not in done.output  # No traceback of ours; the launcher prints its own.

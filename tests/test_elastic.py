@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from helpers import ROOT, Done, difference, kill_tree, run, tiny_config, write_config
+from helpers import ROOT, Done, difference, free_port, kill_tree, run, tiny_config, write_config
 
+pytestmark = pytest.mark.slow
 README = (ROOT / "accelerate_configs" / "README.md").read_text()
 PLAN = {1: 4, 2: 2}  # Processes: how often they accumulate, when 10 rows are processed at most 3 at a time.
 # A lost node is given up after 3 s, and a round begins 3 s after the first node is ready, not after 15 s and 30 s.
@@ -43,10 +43,7 @@ class Nodes:
     """Nodes of one run by name, each a torchrun and its process; all that still lives is killed in the end."""
 
     def __init__(self, folder, config, stack: ExitStack):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            self.port = probe.getsockname()[1]
-        self.folder, self.stack, self.running = folder, stack, {}
+        self.folder, self.stack, self.running, self.port = folder, stack, {}, free_port()
         self.config, self.done = write_config(folder, config), Done(0, "", folder / "run")
 
     def start(self, name: str, command: list) -> None:

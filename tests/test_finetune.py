@@ -156,7 +156,10 @@ def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
         truth = train_reference(config, lambda step: [pieces[i] for i in order[5 * step - 5 : 5 * step]])
     assert truth.losses[-1] < truth.losses[0] - 0.3 and len(pieces) > len(rows)
     settings = "--batch.global_batch_size", size, "--batch.max_micro_batch_size", 2
-    done = (launch if processes else run)(tmp_path, config, *settings, **{"processes": processes} if processes else {})
+    if processes:
+        done = launch(tmp_path, config, *settings, processes=processes, warm=True)
+    else:
+        done = run(tmp_path, config, *settings)
     assert done.metrics[0]["plan/num_processes"] == (processes or 1)
     truth.check(done)
     assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(truth.model, pieces), rel=1e-5)
@@ -240,8 +243,8 @@ def lora_runs(lora, tmp_path_factory):
         if how == "alone":
             return run(folder, config)
         if how == "DDP":
-            return launch(folder, config, processes=2)
-        return test_launchers.launch(folder, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no")
+            return launch(folder, config, processes=2, warm=True)
+        return test_launchers.launch(folder, config, "fsdp2", warm=True)
 
     return result
 
@@ -328,14 +331,8 @@ def test_lora_beside_weights_in_bf16(lora, tmp_path):
 
     run_settings = "--model.dtype", "bfloat16", "--run.max_steps", 5  # All in warmup: the rates are those of 30 steps.
     alone = run(tmp_path, config, *run_settings)
-    sharded = test_launchers.launch(
-        tmp_path,
-        config,
-        "fsdp2",
-        "--num_processes",
-        2,
-        settings=(*map(str, run_settings), "--run.output_dir", str(tmp_path / "sharded")),
-    )  # As shipped, in mixed precision.
+    folder = "--run.output_dir", tmp_path / "sharded"  # As shipped, in mixed precision.
+    sharded = test_launchers.launch(tmp_path, config, "fsdp2", *run_settings, *folder, options=(), warm=True)
     for done in alone, sharded:
         np.testing.assert_allclose(done.losses, truth.losses[:5], rtol=1e-2)
         assert done.losses != pytest.approx(truth.losses[:5], rel=1e-6)  # It was not float32.
@@ -412,10 +409,10 @@ def saved_names(folder: Path) -> set[str]:
         ("alone", "regional"),
         ("alone", "full"),
         ("alone", "checkpointing"),
-        ("DDP", "full"),
+        pytest.param("DDP", "full", marks=pytest.mark.slow),
         ("DDP", "chunked"),
-        ("DDP", "regional, checkpointing"),
-        ("FSDP2", "regional, checkpointing"),
+        pytest.param("DDP", "regional, checkpointing", marks=pytest.mark.slow),
+        pytest.param("FSDP2", "regional, checkpointing", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, how, case):
@@ -428,11 +425,9 @@ def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, 
             settings += "--data.eval_source", f"{{path: {config['data']['path']}}}", "--eval.prompts", "some"
         done = run(tmp_path, config, *settings)
     elif how == "DDP":
-        done = launch(tmp_path, config, *settings, processes=2)
+        done = launch(tmp_path, config, *settings, processes=2, warm="compile" not in settings[0])
     else:
-        done = test_launchers.launch(
-            tmp_path, config, "fsdp2", "--num_processes", 2, "--mixed_precision", "no", settings=settings
-        )
+        done = test_launchers.launch(tmp_path, config, "fsdp2", *settings)
     assert done.metrics[0]["plan/num_processes"] == (1 if how == "alone" else 2)
     np.testing.assert_allclose(done.losses, before.losses, rtol=1e-5)
     assert difference(done.weights, before.weights) < 1e-5

@@ -33,9 +33,9 @@ from helpers import (
     run,
     start,
     tiny_config,
-    write_config,
     write_rows,
 )
+from warm import Launch
 
 MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 72, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
 ALLOWED_SECONDS = 30  # Between SIGTERM and SIGKILL, by torchrun and by most schedulers.
@@ -58,6 +58,8 @@ def send(processes: list[psutil.Process], number: int) -> None:
 
 def ranks_of(launcher: subprocess.Popen, count: int) -> list[psutil.Process]:
     """The processes that a launcher has started to train, by rank."""
+    if isinstance(launcher, Launch):  # They were forked, in this order, before the launcher had a number.
+        return sorted(psutil.Process(launcher.pid).children(), key=lambda child: (child.create_time(), child.pid))
     ranks, deadline = {}, time.monotonic() + 90
     while len(ranks) < count and launcher.poll() is None and time.monotonic() < deadline:
         for child in psutil.Process(launcher.pid).children():
@@ -228,6 +230,7 @@ def check_orphans(launcher: subprocess.Popen, found: list, expected: list | None
     assert "Traceback" not in output and found == (expected or [])
 
 
+@pytest.mark.slow
 def test_killed_in_every_way(whole, tmp_path):
     """11 kills on 1, 2 and 3 processes in turn: of any rank, of the launcher or of all; in a step, in an evaluation, in
     the middle of a checkpoint or of the export. The same command goes on each time. KILL_SEED repeats an order."""
@@ -246,7 +249,8 @@ def test_killed_in_every_way(whole, tmp_path):
         count = 1 + (first + number) % 3
         if moment == "export":  # No launch of a kill begins with it: a run that lost its last checkpoint repeats steps.
             shutil.rmtree(done.folder / "checkpoints" / f"step-{MAX_STEPS:08d}", ignore_errors=True)
-        process, launches = start(tmp_path, config, processes=count), launches + 1
+        # Where the launcher goes with them or has to notice, it is the real one.
+        process, launches = start(tmp_path, config, processes=count, warm=victim == "all"), launches + 1
         watch = Watch(process, count, done, launches, orphans)
         # Anywhere up to the second new checkpoint, but once surely before the first.
         after = 0 if number == 0 else rng.randrange(0, SAVE_EVERY + 2)
@@ -274,7 +278,7 @@ def test_killed_in_every_way(whole, tmp_path):
 
     # The last launch has nothing to do but the export; one more finds it done.
     assert [path.name for path in sorted((done.folder / "checkpoints").glob("step-*"))][-1] == f"step-{MAX_STEPS:08d}"
-    final = launch(tmp_path, config)
+    final = launch(tmp_path, config, warm=True)
     assert final.launches[launches:] == [MAX_STEPS] and "Finished already" in run(tmp_path, config).output
     assert final.status == {"status": "finished", "step": MAX_STEPS} and exported(final) == exported(undisturbed)
     assert early >= 1 and steps_logged(final) == list(range(1, MAX_STEPS + 1)) and not drafts(final.folder)
@@ -286,10 +290,9 @@ def test_killed_in_every_way(whole, tmp_path):
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
-def start_ranks(folder: Path, config: dict, *overrides, count: int = 2) -> list[subprocess.Popen]:
+def start_ranks(folder: Path, config: dict, *overrides, count: int = 2) -> list[Launch]:
     """The ranks without a launcher, each with the environment that accelerate launch gives it: their exit statuses are
     seen, and nobody but the test signals them."""
-    command = [sys.executable, ROOT / "train.py", "--config", write_config(folder, config), *map(str, overrides)]
     common = {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
@@ -299,11 +302,8 @@ def start_ranks(folder: Path, config: dict, *overrides, count: int = 2) -> list[
         "ACCELERATE_MIXED_PRECISION": "no",
     }
     environments = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [
-        subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in environment.items()}, **pipe)
-        for environment in environments
-    ]
+    environments = [{name: str(value) for name, value in environment.items()} for environment in environments]
+    return [start(folder, config, *overrides, processes=None, env=one, warm=True) for one in environments]
 
 
 def wait_for_step(processes: list[subprocess.Popen], done: Done, launches: int) -> None:
@@ -359,7 +359,12 @@ def test_signal_to_any_rank(slow, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, count, everybody", [(signal.SIGINT, 3, False), (signal.SIGTERM, 2, True), (signal.SIGINT, 1, False)]
+    "number, count, everybody",
+    [
+        pytest.param(signal.SIGINT, 3, False, marks=pytest.mark.slow),
+        (signal.SIGTERM, 2, True),
+        pytest.param(signal.SIGINT, 1, False, marks=pytest.mark.slow),
+    ],
 )
 def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     """Alone, or together with all its ranks as a scheduler does it. The launcher itself may report what it likes."""
@@ -406,7 +411,7 @@ def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
     """Before the ranks have the folder, handlers or each other; one without anybody to stop it would train on."""
     process = start(tmp_path, slow, processes=count)
@@ -438,5 +443,5 @@ def test_killed_while_tokenizing(slow, tmp_path):
     rank.kill()
     process.wait(timeout=15)
     assert_end([rank, *workers], process)
-    done = launch(tmp_path, config)
+    done = launch(tmp_path, config, warm=True)
     assert done.status == {"status": "finished", "step": 5} and steps_logged(done) == [1, 2, 3, 4, 5]

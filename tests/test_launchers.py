@@ -3,57 +3,33 @@
 Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32, so that only rounding may differ.
 """
 
-import os
 import re
-import socket
 import subprocess
-import sys
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Done, difference, kill_tree, output_dir, run, tiny_config, write_config
+from helpers import ROOT, Done, difference, free_port, kill_tree, run, start, tiny_config
 from safetensors.torch import load_file
 
-
-def start(folder: Path, config: dict, launcher: str, *options, settings=(), **popen) -> subprocess.Popen:
-    """`accelerate launch` of a shipped file with its GPUs replaced by CPU processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", ROOT / "accelerate_configs" / f"{launcher}.yaml", *options]
-    command += [ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"]
-    command += ["--config", write_config(folder, config), *settings]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(list(map(str, command)), **pipe, **popen)
+SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+FLOAT32 = "--mixed_precision", "no"
 
 
-def start_machines(folder: Path, config: dict, *, processes: int, settings=(), **popen) -> list[subprocess.Popen]:
+def start_machines(folder: Path, config: dict, *settings, processes: int) -> list[subprocess.Popen]:
     """multi_node.yaml as two machines on loopback: both have caches of their own, and machine-N/ to work in."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        where = "--main_process_ip", "127.0.0.1", "--main_process_port", probe.getsockname()[1]
-    machines = []
+    port, machines = free_port(), []
     for rank in range(2):
         home = folder / f"machine-{rank}"
         home.mkdir()
-        options = "--mixed_precision", "no", "--num_processes", processes, "--machine_rank", rank, *where
-        machines.append(
-            start(
-                folder,
-                config,
-                "multi_node",
-                *options,
-                settings=settings,
-                cwd=home,
-                env={
-                    **os.environ,
-                    "HF_HOME": str(home / "cache"),
-                    "HF_DATASETS_CACHE": str(home / "cache" / "datasets"),
-                },
-            )
-        )
+        where = "--machine_rank", rank, "--main_process_ip", "127.0.0.1", "--main_process_port", port
+        caches = {"HF_HOME": str(home / "cache"), "HF_DATASETS_CACHE": str(home / "cache" / "datasets")}
+        command = {"processes": processes, "launcher": "multi_node", "options": (*FLOAT32, *where), "script": SCRIPT}
+        machines.append(start(folder, config, *settings, **command, cwd=home, env=caches))
     return machines
 
 
@@ -67,15 +43,16 @@ def finish(*processes: subprocess.Popen, fails: bool = False) -> str:
     return output
 
 
-def launch(folder: Path, config: dict, launcher: str, *options, settings=()) -> Done:
-    output = finish(start(folder, config, launcher, "--main_process_port", 0, *options, settings=settings))
-    return Done(0, output, output_dir(folder, config, settings))
+def launch(folder: Path, config: dict, launcher: str, *settings, processes: int = 2, options=FLOAT32, **more) -> Done:
+    """`accelerate launch` of a shipped file with its GPUs replaced by CPU processes."""
+    what = {"launcher": launcher, "processes": processes, "options": options, "script": SCRIPT}
+    return helpers.launch(folder, config, *settings, **what, **more)
 
 
 CASES = {  # Launcher file, its options for fewer processes; then how many processes do how many micro-steps.
-    "DDP": ("multi_gpu", ("--num_processes", 2), (2, 3)),
-    "FSDP2": ("fsdp2", ("--num_processes", 2), (2, 3)),
-    "HSDP": ("hsdp", ("--num_processes", 4, "--num_machines", 1, "--parallelism_config_dp_shard_size", 2), (4, 2)),
+    "DDP": ("multi_gpu", (), (2, 3)),
+    "FSDP2": ("fsdp2", (), (2, 3)),
+    "HSDP": ("hsdp", ("--num_machines", 1, "--parallelism_config_dp_shard_size", 2), (4, 2)),
 }
 IMMEDIATE = "--batch.sync_each_micro_step", "true"
 
@@ -98,7 +75,8 @@ def runs(config, tmp_path_factory):
         if case is None:
             return run(folder, config, "--batch.max_micro_batch_size", 10, *settings)
         launcher, options, plan = CASES[case]
-        done = launch(folder, config, launcher, "--mixed_precision", "no", *options, settings=settings)
+        what = {"processes": plan[0], "options": (*FLOAT32, *options)}
+        done = launch(folder, config, launcher, *settings, **what, warm=bool(settings))  # Each file once for real.
         assert (done.metrics[0]["plan/num_processes"], done.metrics[0]["plan/grad_accum_steps"]) == plan
         return done
 
@@ -139,7 +117,7 @@ def test_two_machines(runs, config, tmp_path):
 
 def test_two_machines_without_a_common_run_folder(config, tmp_path):
     """Each would keep its half of every checkpoint, which is noticed too late if it is not noticed now."""
-    output = finish(*start_machines(tmp_path, config, processes=2, settings=("--run.output_dir", "here")), fails=True)
+    output = finish(*start_machines(tmp_path, config, "--run.output_dir", "here", processes=2), fails=True)
     assert "error: run.output_dir here" in output and "nearest_even" not in output
 
 
@@ -147,7 +125,7 @@ WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depen
 
 
 def test_one_device_in_bf16(runs, config, tmp_path):
-    losses = launch(tmp_path, config, "single", settings=WARMUP).losses
+    losses = launch(tmp_path, config, "single", *WARMUP, processes=1, options=()).losses
     np.testing.assert_allclose(losses, runs(None).losses[:5], rtol=1e-2)
     assert losses != pytest.approx(runs(None).losses[:5], rel=1e-6)  # It was not float32.
 
@@ -155,7 +133,7 @@ def test_one_device_in_bf16(runs, config, tmp_path):
 def test_fsdp2_in_bf16_adds_up_gradients_in_float32(runs, config, tmp_path):
     """With beta1 0 and no clipping AdamW's first moment is the gradient: its digits tell how it was added up."""
     settings = *WARMUP, "--optim.adam_beta1", 0, "--optim.max_grad_norm", "null"
-    done = launch(tmp_path, config, "fsdp2", "--num_processes", 2, settings=settings)
+    done = launch(tmp_path, config, "fsdp2", *settings, options=(), warm=True)
     assert done.losses[0] == pytest.approx(runs(None).losses[0], rel=1e-2)
     moments = {}
     for file in (done.folder / "checkpoints" / "step-00000005").glob("*.safetensors"):
@@ -169,7 +147,7 @@ def test_fsdp2_in_bf16_adds_up_gradients_in_float32(runs, config, tmp_path):
 def test_float8(config, runs, tmp_path):
     """With torchao's rounding, which a CPU emulates: near the run in float32, and not the same."""
     pytest.importorskip("torchao")
-    done, one = launch(tmp_path, config, "fp8"), runs(None)
+    done, one = launch(tmp_path, config, "fp8", processes=1, options=()), runs(None)
     off = np.abs(np.array(done.losses) / one.losses - 1)
     assert 1e-5 < off.max() < 0.02 and done.weights.keys() == one.weights.keys()
     assert all(weight.dtype == torch.float32 for weight in done.weights.values())  # What is kept is not rounded.
@@ -178,11 +156,13 @@ def test_float8(config, runs, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        (("--model.chunked_loss", "true"), "model.chunked_loss: not together with FSDP2"),
+        (
+            ("--model.chunked_loss", "true"),
+            "model.chunked_loss: cannot be combined with FSDP2, which gathers the output layer only once",
+        ),
         (("--optim.name", "muon"), "optim.name muon: needs whole matrices, and FSDP2 shards them; use adamw, or DDP"),
     ],
 )
 def test_refused_under_fsdp2(config, tmp_path, setting, message):
-    options = "--num_processes", 2, "--mixed_precision", "no", "--main_process_port", 0
-    output = finish(start(tmp_path, config, "fsdp2", *options, settings=setting), fails=True)
+    output = launch(tmp_path, config, "fsdp2", *setting, expect=None, warm=True).output
     assert re.findall("^error: .*", output, re.M) == [f"error: {message}"]

@@ -225,7 +225,7 @@ def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]
     assert "4 or 8 processes" in table[1]["nearest_even"]  # 2 or 4 groups share 16 rows evenly.
     _, printed = plans(8, 3, status=2)
-    assert "3 processes form no groups of 2" in printed
+    assert "the number of processes, 3, must be a multiple of 2" in printed
 
 
 def test_plan_counts_tokens_where_the_config_does(plans):

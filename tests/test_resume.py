@@ -87,14 +87,14 @@ def test_stopped_in_every_way(whole, tmp_path):
     wait_for_step(orphaned, done, 3)
     orphaned.send_signal(signal.SIGTERM)
     orphaned.wait(timeout=10)
-    process = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=None)
+    process = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=None, warm=True)
     wait_for_step(process, done, 4)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert "Stopped by" in orphaned.communicate(timeout=10)[0] and "Stopped by SIGTERM" in output
     assert process.returncode == 0 and done.status["status"] == "stopped" and stopped + 2 <= done.status["step"] < 30
 
-    finished = launch(tmp_path, config, processes=2)
+    finished = launch(tmp_path, config, processes=2, warm=True)
     assert finished.status == {"status": "finished", "step": 30}
     assert_same(finished, whole[1])
 
@@ -104,7 +104,7 @@ def test_finished_and_started_again(again):
     config, before = again
     model, losses = before.folder / "model" / "model.safetensors", before.losses
     written = model.stat()
-    done = launch(before.folder.parent, config, processes=2)
+    done = launch(before.folder.parent, config, processes=2, warm=True)
     said = done.output.replace(str(done.folder.parent), "").lower()  # The folder has the name of this test.
     assert "finished" in said and "30" in said
     assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)

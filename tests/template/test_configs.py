@@ -80,7 +80,7 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     config["batch"] |= {"global_batch_size": 8, "global_batch_tokens": None, "max_micro_batch_size": 4}
     config["optim"] |= {"learning_rate": 0.01, "warmup_steps": 2}
     config["eval"] |= {"max_rows": 8, "max_new_tokens": 4}
-    done = run(tmp_path, config)
+    done = run(tmp_path, config, curves=True)
     assert done.status == {"status": "finished", "step": 6} and np.isfinite(done.losses).all()
     assert done.losses[-1] < done.losses[0] and len(done.logged("eval/loss")) == 2
     assert all(len(done.logged(f"eval/sample_{i}")) == 2 for i in range(len(config["eval"]["prompts"])))

@@ -154,7 +154,7 @@ def check(done, task, processes: int) -> None:
 
 def test_two_processes(task, tmp_path):
     script, config, *_ = task
-    done = launch(tmp_path, config, processes=2, script=script)
+    done = launch(tmp_path, config, processes=2, script=script, warm=True)
     assert done.metrics[0]["plan/micro_batch_size"] == 2 and done.metrics[0]["plan/grad_accum_steps"] == 3
     check(done, task, 2)
 
@@ -162,7 +162,7 @@ def test_two_processes(task, tmp_path):
 def test_one_process_continued_on_two(task, tmp_path):
     """The whole run on one; then, as if killed after step 27, from the checkpoint of step 24 on two."""
     script, config, *_ = task
-    done = launch(tmp_path, config, "--batch.max_micro_batch_size", 3, script=script)
+    done = launch(tmp_path, config, "--batch.max_micro_batch_size", 3, script=script, warm=True)
     assert done.metrics[0]["plan/micro_batch_size"] == 3 and done.metrics[0]["plan/grad_accum_steps"] == 4
     check(done, task, 1)
 
@@ -170,6 +170,6 @@ def test_one_process_continued_on_two(task, tmp_path):
     shutil.rmtree(done.folder / "model")
     shutil.rmtree(done.folder / "checkpoints" / "step-00000030")
     (done.folder / "status.json").write_text('{"status": "running", "step": 27}')
-    done = launch(tmp_path, config, processes=2, script=script)
+    done = launch(tmp_path, config, processes=2, script=script, warm=True)
     assert done.launches == [0, 24] and difference(done.weights, first) < 1e-5
     check(done, task, 1)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import helpers
+import pytest
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs(tmp_path):
     command = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny", "--folder", tmp_path]
     done = subprocess.run(

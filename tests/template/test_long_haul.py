@@ -1,8 +1,10 @@
 """A run leaves nothing behind in its process, however long it is: the benchmark of 20,000 steps, shortened."""
 
+import pytest
 from benchmarks.long_haul import BYTES_PER_STEP, haul
 
 
+@pytest.mark.slow
 def test_nothing_piles_up(tmp_path):
     """Memory by its slope, file descriptors and threads by their floors.
 

@@ -15,6 +15,6 @@ def test_the_picture_is_drawn(tmp_path):
         [*command, "--picture", tmp_path / "promise.png"], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    differences = [float(number) for number in re.findall(r" (\S+e\S+)$", done.stdout, re.M)]
+    differences = [float(number) for number in re.findall(r" (\d\.\de\S+)$", done.stdout, re.M)]
     assert len(differences) == 4 and differences[0] == 0 and max(differences) < 1e-3
     assert (tmp_path / "promise.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,221 @@
+"""Ranks that start at once: forked from a process that has imported the libraries and has done nothing else.
+
+A launch spends 4 to 8 seconds per process on imports. Where a test is not about the launcher, helpers.launch(warm=True)
+asks this process to fork instead. What runs is train.py from its first line, in processes of its own, with the
+environment that Accelerate's own code computes for the same command line, and what torchrun adds to it. As under
+torchrun, the first rank that fails ends the others.
+
+What stays different, and why each feature keeps some real commands: the launcher itself, the order of imports, and the
+hashes of strings, which are the same in all ranks here.
+"""
+
+import atexit
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LIBRARIES = (
+    "accelerate.commands.launch",
+    "datasets",
+    "filelock",
+    "matplotlib.pyplot",
+    "omegaconf",
+    "pandas",
+    "peft",
+    "pydantic.functional_validators",
+    "pydantic.main",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.utils.flop_counter",
+    "torch.utils.tensorboard",
+    "transformers.models.byt5.tokenization_byt5",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "trl",
+)
+SECONDS_TO_END = 30  # Between SIGTERM and SIGKILL, as torchrun has it.
+
+
+class Launch:
+    """What a test sees of a launch by the warm process, with the methods that subprocess.Popen has for it."""
+
+    def __init__(self, request: dict):
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  It lives as long as this does.
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(address())
+        socket.send_fds(self.connection, [b"\n"], [self.log.fileno()])
+        self.answers = self.connection.makefile("rw")
+        self.answers.write(json.dumps(request) + "\n")
+        self.answers.flush()
+        self.pid, self.returncode = int(self.answers.readline()), None  # Of the launcher, or of the rank without one.
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self.connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a warm launch", timeout, self.output())
+            self.returncode = int(self.answers.readline() or -signal.SIGKILL)  # Nothing: it was killed.
+            self.answers.close()
+            self.connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.output(), None
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+ENVIRONMENT = dict(os.environ)  # As libraries should find it when they are imported, whatever a test changes later.
+
+
+@functools.cache
+def address() -> str:
+    """Where the warm process of this test process listens, which the first call starts."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, __file__, f"{folder}/socket"]
+    # It ends when its standard input does: with this process, however that ends.
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    atexit.register(process.communicate)
+    while not os.path.exists(f"{folder}/socket"):
+        assert process.poll() is None, "the warm process has failed"
+        time.sleep(0.02)
+    return f"{folder}/socket"
+
+
+# In the warm process --------------------------------------------------------------------------------------------------
+
+
+def serve(path: str):
+    """Fork a launcher per connection. Returns only in a process that is to run a script: its environment and words."""
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}  # As train.py does first.
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()  # What is here stays, so that no collection copies it page by page.
+    with socket.socket(socket.AF_UNIX) as draft:
+        draft.bind(f"{path}.tmp")
+        draft.listen()
+        os.rename(f"{path}.tmp", path)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the launchers: they report by themselves.
+        while True:
+            ready, _, _ = select.select([draft, sys.stdin], [], [])
+            if sys.stdin in ready:
+                sys.exit()
+            connection, _ = draft.accept()
+            if not os.fork():
+                break
+            connection.close()
+    return supervise(connection)
+
+
+def supervise(connection: socket.socket):
+    """The launcher: one of these processes per launch."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: not to outlive the warm process.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, [log], *_ = socket.recv_fds(connection, 1, 1)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    answers = connection.makefile("rw")
+    request = json.loads(answers.readline())
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ |= request["environment"]
+    ranks = {}
+    for number, environment in enumerate(environments(request)):
+        if not (rank := os.fork()):
+            answers.close()
+            connection.close()
+            return environment, request["script"]
+        ranks[rank] = number
+    answers.write(f"{rank if request['launcher'] is None else os.getpid()}\n")
+    answers.flush()
+    code = wait_for(ranks)
+    answers.write(f"{code}\n")
+    answers.flush()
+    os._exit(0)
+
+
+def environments(request: dict) -> list[dict[str, str]]:
+    """What each rank finds in its environment: all that `accelerate launch` and torchrun put there."""
+    if request["launcher"] is None:  # Just `python train.py`.
+        return [{}]
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    args = launch_command_parser().parse_args([*request["launcher"], *request["script"]])
+    args, _, _ = _validate_launch_command(args)
+    if args.cpu or not (args.multi_gpu or args.use_fsdp):
+        return [prepare_simple_launcher_cmd_env(args)[1]]
+    common = prepare_multi_gpu_env(args) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(args.main_process_port),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # Rank 0 holds the store, which torchrun's agent would.
+    }
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        common[name] = str(args.num_processes)
+    names = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+    return [common | dict.fromkeys(names, str(rank)) for rank in range(args.num_processes)]
+
+
+def wait_for(ranks: dict[int, int]) -> int:
+    """The exit status of the launch. The first rank that fails ends the others."""
+    failed = 0
+    while ranks:
+        pid, status = os.wait()
+        if pid not in ranks:
+            continue
+        number, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            print(f"rank {number} ended with exit status {code}", file=sys.stderr, flush=True)
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in ranks])
+            signal.alarm(SECONDS_TO_END)
+    return failed
+
+
+if __name__ == "__main__":
+    environment, sys.argv = serve(sys.argv[1])
+    os.environ |= environment
+    import numpy as np
+
+    np.random.seed()  # A process of its own begins with numbers of its own.
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
