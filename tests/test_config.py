@@ -379,7 +379,7 @@ def test_global_batch_tokens_are_whole_rows(load, refusal, tokens, rows, near):
         assert re.search(rf"global_batch_tokens {tokens} .*sequence_length.*; {near}\b", refusal(*words))
 
 
-# --help, the schema and the shipped configs --------------------------------------------------------------------------
+# --help and the schema ------------------------------------------------------------------------------------------------
 
 
 def test_every_field_has_one_line_of_documentation():
@@ -416,16 +416,3 @@ def test_schema_takes_a_single_string_where_the_script_does():
     """Otherwise editors mark `files: data/*.txt` as wrong."""
     for path in "data.files", "run.trackers", "eval.prompts":
         assert "string" in [kind["type"] for kind in FIELDS[path].get("anyOf", [])], path
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configs(path):
-    """Each is valid, gives its own command, and names the schema by which editors complete and check it."""
-    text = path.read_text()
-    assert train.load_config(["--config", str(path)])[0]
-    assert "# yaml-language-server: $schema=schema.json" in text.splitlines()
-    assert f"train.py --config configs/{path.name}" in text
-
-
-def test_configs_are_shipped():
-    assert (CONFIGS / "small.yaml").exists()

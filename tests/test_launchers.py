@@ -1,10 +1,9 @@
-"""The files of accelerate_configs/: Accelerate's own loader takes them, and what they start is one and the same run.
+"""What the files of accelerate_configs/ start is one and the same run.
 
 Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32, so that only rounding may differ.
 """
 
 import re
-import shlex
 import subprocess
 from contextlib import ExitStack
 from functools import cache
@@ -14,13 +13,8 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from helpers import ROOT, Done, difference, free_port, kill_tree, run, start, tiny_config
 from safetensors.torch import load_file
-
-FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -53,31 +47,6 @@ def launch(folder: Path, config: dict, launcher: str, *settings, processes: int 
     """`accelerate launch` of a shipped file with its GPUs replaced by CPU processes."""
     what = {"launcher": launcher, "processes": processes, "options": options, "script": SCRIPT}
     return helpers.launch(folder, config, *settings, **what, **more)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_accelerate_understands(file):
-    """Its loader refuses unknown keys at the top; those inside fsdp_config and the like it would silently take."""
-    config = load_config_from_file(str(file))
-    parser = launch_command_parser()
-    options = {action.dest for action in parser._actions}
-    assert options >= config.fsdp_config.keys() | config.parallelism_config.keys()
-    args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
-    assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
-    assert (args.fp8_backend == "AO") == (file.stem == "fp8")
-    assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp")) and int(args.fsdp_version) == (2 if args.use_fsdp else 1)
-    assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node")) and args.use_cpu == (file.stem == "cpu")
-    if file.stem == "hsdp":
-        assert args.parallelism_config_dp_replicate_size * args.parallelism_config_dp_shard_size == args.num_processes
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_command_at_its_head(file):
-    """It is one that Accelerate can parse, of this launcher file and of a config that exists."""
-    [command] = re.findall(r"^# +accelerate launch (.+)", file.read_text(), re.M)
-    args = launch_command_parser().parse_args(shlex.split(command))
-    assert ROOT / args.config_file == file and args.training_script == "train.py"
-    assert args.training_script_args[0] == "--config" and (ROOT / args.training_script_args[1]).is_file()
 
 
 CASES = {  # Launcher file, its options for fewer processes; then how many processes do how many micro-steps.

@@ -80,7 +80,9 @@ class PeakMemory:
 
 def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
     """Start as train.py does, at a step `where` epochs into the stream, then read some more steps."""
-    import train  # Not by the parent: what the libraries hold is to be in `before`.
+    import torch  # Not by the parent: what the libraries hold is to be in `before`.
+
+    import train
 
     config = train.Data(path=str(folder), format="tokens", packing=packing, sequence_length=LENGTH)
     seconds, clock, busy = {}, time.perf_counter, time.process_time()
@@ -93,7 +95,7 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
         seconds["fingerprint"] = clock() - at
         plan = train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH)
         step = max(1, int(where * len(data)) // GLOBAL_BATCH)
-        load = dict(data=data, plan=plan, rank=0, vocab_size=2**16, device="cpu")
+        load = dict(data=data, plan=plan, rank=0, vocab_size=2**16, device=torch.device("cpu"))
         at = clock()
         train.load_step(step, **load)
         seconds["first step"] = clock() - at

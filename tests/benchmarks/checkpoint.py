@@ -1,11 +1,11 @@
 """How long does a save hold up training, against one that waits until all is written, and against a plain file?
 
-    python tests/benchmarks/checkpoint.py [--rounds 5] [--folder FOLDER]
+    python tests/benchmarks/checkpoint.py [--rounds 5] [--folder FOLDER] [--tiny]
 
 A Llama of 60 million float32 parameters with AdamW's moments, 720 MB. Training waits while trained_state() collects the
 tensors and the stager copies them; save_checkpoint() then writes them in the background, here at once, so that both are
 timed. Plain writes of as many bytes to the same disk alternate with the saves. The first round, in which the copy's
-memory is new, is reported by itself.
+memory is new, is reported by itself. --tiny shrinks the model, only to see that this runs.
 """
 
 import argparse
@@ -33,6 +33,7 @@ SHAPE = {
     "num_attention_heads": 10,
     "tie_word_embeddings": False,
 }
+TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def plain_write(path: Path, content: memoryview, sync: bool) -> None:
@@ -47,9 +48,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default the temporary folder")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     accelerator = Accelerator(cpu=True)
-    bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SHAPE | TINY if args.tiny else SHAPE)))
     optimizers = train.build_optimizer(bare, train.Optim())
     model, *_ = accelerator.prepare(bare, *optimizers)
     size = sum(tensor.nbytes for tensor in train.trained_state(model, optimizers).values())  # Makes them.

@@ -1,6 +1,6 @@
 """Does anything drift in a long run? 20,000 tiny steps with frequent saves, evaluations and samples.
 
-    python tests/benchmarks/long_haul.py [--steps 20000] [--folder FOLDER]
+    python tests/benchmarks/long_haul.py [--steps 20000] [--look-every 1] [--folder FOLDER]
 
 The real command runs with its memory, file descriptors and threads watched from outside. Prints a table, and ends with
 exit status 1 if memory or descriptors grow, or if the last thousand steps are more than 5 % slower than the first
@@ -121,13 +121,14 @@ def haul(folder: Path, steps: int, warmup: int, look_every: float = 1.0, timeout
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--look-every", type=float, default=1.0, help="seconds")
     parser.add_argument("--folder", type=Path, help="kept afterwards; by default a temporary one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        seen = haul(folder, args.steps, warmup=min(1000, args.steps // 4), env=offline)
+        seen = haul(folder, args.steps, min(1000, args.steps // 4), args.look_every, env=offline)
         first, last = seen.step_seconds()
     slower, (cpu, cpu_later) = np.median(last) / np.median(first) - 1, seen.cpu_seconds_per_step()
     (handles, handles_later), (threads, threads_later) = seen.floors(seen.handles), seen.floors(seen.threads)

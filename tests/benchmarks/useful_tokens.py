@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+
 import datasets
 import helpers
 import numpy as np

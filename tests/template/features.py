@@ -38,7 +38,7 @@ def trackers(script: Script) -> None:
     script.drop_argument("Accelerator", "project_dir")
     script.drop_statements("start_accelerator", "missing")
     script.drop_clause("start_accelerator", "run.trackers")
-    script.drop_statements("start_logs", "init_trackers")
+    script.drop_statements("", "init_trackers")
     script.drop_statements("RunFolder.log", "self.accelerator.log")
 
 

@@ -1,19 +1,24 @@
-"""The files of configs/ run: scaled down, on stand-ins for what they take from the Hub, by the settings they ship with.
+"""The files of configs/ and accelerate_configs/ that this template ships, see shipped.py.
+
+The configs run: scaled down, on stand-ins for what they take from the Hub, by the settings they ship with.
 
 Only sizes and names are replaced. Formats, packing, schedules, adapters, compilation and what else a file chooses stay.
 """
 
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
 import transformers
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from helpers import ROOT, run, tiny_model
+from shipped import CONFIGS, LAUNCHERS
 from test_finetune import byte_tokenizer
 
 import train
-
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -87,5 +92,34 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     assert adapted or done.weights
 
 
-def test_what_the_issue_asks_for_is_shipped():
-    assert {file.stem for file in CONFIGS} >= {"small", "pretrain_1b", "finetune_chat", "lora_8b", "long_context"}
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_command_and_schema_are_named(file):
+    """Each gives its own command, and names the schema by which editors complete and check it."""
+    text = file.read_text()
+    assert "# yaml-language-server: $schema=schema.json" in text.splitlines()
+    assert f"train.py --config configs/{file.name}" in text
+
+
+@pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: file.stem)
+def test_accelerate_understands(file):
+    """Its loader refuses unknown keys at the top; those inside fsdp_config and the like it would silently take."""
+    config = load_config_from_file(str(file))
+    parser = launch_command_parser()
+    options = {action.dest for action in parser._actions}
+    assert options >= config.fsdp_config.keys() | config.parallelism_config.keys()
+    args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
+    assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
+    assert (args.fp8_backend == "AO") == (file.stem == "fp8")
+    assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp")) and int(args.fsdp_version) == (2 if args.use_fsdp else 1)
+    assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node")) and args.use_cpu == (file.stem == "cpu")
+    if file.stem == "hsdp":
+        assert args.parallelism_config_dp_replicate_size * args.parallelism_config_dp_shard_size == args.num_processes
+
+
+@pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: file.stem)
+def test_command_at_its_head(file):
+    """It is one that Accelerate can parse, of this launcher file and of a config that exists."""
+    [command] = re.findall(r"^# +accelerate launch (.+)", file.read_text(), re.M)
+    args = launch_command_parser().parse_args(shlex.split(command))
+    assert ROOT / args.config_file == file and args.training_script == "train.py"
+    assert args.training_script_args[0] == "--config" and (ROOT / args.training_script_args[1]).is_file()

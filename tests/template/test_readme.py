@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, run, tiny_config
+from shipped import CONFIGS, LAUNCHERS
 from torch.distributed.run import get_args_parser
 
 import train
@@ -29,7 +30,6 @@ import train
 PAGES = [ROOT / folder / "README.md" for folder in ("", "accelerate_configs", "configs", "tests", "tests/benchmarks")]
 TEXT = {page: page.read_text() for page in PAGES}
 README = "\n".join(TEXT.values())
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 LAUNCH = r"accelerate launch (?:[^`\n;']*? )?train\.py [^`\n;']+"
 TORCHRUN = r"torchrun [^`\n;']*train\.py [^`\n;']+"
@@ -61,7 +61,7 @@ def blocks(language: str) -> list[str]:
 
 def heads() -> str:
     """The comments at the top of configs and launcher files, without their marks."""
-    files = [*CONFIGS, *(ROOT / "accelerate_configs").glob("*.yaml")]
+    files = [*CONFIGS, *LAUNCHERS]
     return "\n".join(re.sub("^# *", "", file.read_text(), flags=re.M) for file in files)
 
 
@@ -323,8 +323,10 @@ def test_files_exist():
 @pytest.mark.parametrize("folder", ["accelerate_configs", "configs", "tests", "tests/benchmarks"])
 def test_pages_name_every_file_of_their_folder(folder):
     page = TEXT[ROOT / folder / "README.md"]
-    pattern = "*.yaml" if folder.endswith("configs") else "*.py"
-    files = [*(ROOT / folder).glob(pattern), *((ROOT / "tests" / "template").glob("*.py") if folder == "tests" else ())]
+    files = [file for file in [*CONFIGS, *LAUNCHERS] if file.parent == ROOT / folder]
+    if folder.startswith("tests"):
+        files = [*(ROOT / folder).glob("*.py"), *(ROOT / folder / "template").glob("*.py")]
+    assert files
     missing = [file.name for file in files if file.name not in page]
     assert not missing, f"{folder}/README.md does not name {missing}"
 

@@ -1,0 +1,11 @@
+"""The config and launcher files of this template, by name: what a fork adds beside them is its own affair."""
+
+from helpers import ROOT
+
+CONFIGS = [
+    ROOT / "configs" / f"{name}.yaml" for name in ("finetune_chat", "long_context", "lora_8b", "pretrain_1b", "small")
+]
+LAUNCHERS = [
+    ROOT / "accelerate_configs" / f"{name}.yaml"
+    for name in ("cpu", "fp8", "fsdp2", "hsdp", "multi_gpu", "multi_node", "single")
+]

@@ -1,0 +1,52 @@
+"""Each benchmark starts as a user starts it, at a size at which it measures nothing.
+
+gpu.py, long_haul.py, promise.py and scaling.py have tests of their own besides.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+FOLDER = ROOT / "tests" / "benchmarks"
+SCALING = "--config configs/small.yaml --devices 2 --tflops 1 --gb-per-second 1"
+STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
+    "big_data": ("--rows 20000 --packing concat", r"^late / first: start, processor [\d.]+, peak "),
+    "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
+    "chunked_loss": ("--rounds 1 --vocab-size 500 --tokens 1024", r"^chunked / whole: memory [\d.]+, time [\d.]+$"),
+    "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
+    "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
+    "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
+    "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
+    "startup": ("--rounds 1", r"^processor, seconds +[\d.]+ +[\d.]+ +[\d.]+ \["),
+    "useful_tokens": ("--rounds 1", r"^train\.py, best_fit +[\d,]+ "),
+}
+SHORT = ("data_wait", "scaling")  # The others start several processes, or train.
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in STARTS]
+)
+def test_it_starts(tmp_path, name):
+    options, printed = STARTS[name]
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, f"tests/benchmarks/{name}.py", *options.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert re.search(printed, done.stdout, re.M), done.stdout + done.stderr
+    # What is measured at this size may well break a bound, which is exit status 1, but then there is no traceback.
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_none_is_forgotten():
+    elsewhere = {"contest", "gpu", "promise"}  # What others share; test_gpu.py; test_promise.py.
+    assert STARTS.keys() | elsewhere == {Path(file).stem for file in FOLDER.glob("*.py")}
