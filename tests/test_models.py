@@ -66,7 +66,10 @@ def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+FLEX = pytest.param("llama, flex", marks=pytest.mark.slow)  # It is compiled.
+
+
+@pytest.mark.parametrize("case", [FLEX if case == "llama, flex" else case for case in CASES])
 def test_documents_of_a_row_are_as_if_alone(case):
     """Documents of 5, 1 and 6 tokens, then one of 7 and padding, against each document in a batch of its own by the
     family's own eager attention. A model that lets them see each other would be off by 0.1 and more."""
