@@ -80,6 +80,7 @@ def keep_best(script: Script) -> None:
     script.drop_definition("export_best")
     script.drop_statements("resume", "best_checkpoint")
     script.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
+    script.drop_clause("token_loss", "run.keep_best")
     script.drop_field("Progress.best_loss")
     script.drop_field("Progress.best_checkpoint", "")
 
@@ -89,6 +90,7 @@ def chunked_loss(script: Script) -> None:
     script.drop_parameter("compute_loss", "chunked", False)
     script.drop_parameter("check_loss", "chunked", False)
     script.drop_clause("check_loss", "model.chunked_loss")
+    script.replace("FullyShardedDataParallel.check", "chunked", "False")
 
 
 def evaluation(script: Script) -> None:

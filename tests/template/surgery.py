@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import operator
+import re
 import subprocess
 import sys
 import tokenize
@@ -79,7 +80,13 @@ def mentions(node: ast.AST, what: str) -> bool:
 
 
 def without_clause(text: str, what: str) -> str:
-    """The text without its clause about `what`. Semicolons separate clauses, or else commas, or else an `or`."""
+    """The text without its clause about `what`, or without this item of a list in words.
+
+    Semicolons separate clauses, or else commas, or else an `or`.
+    """
+    item = re.search(rf",\s+{re.escape(what)}(?=,|\s+(and|or)\s)", text)
+    if item:
+        return text[: item.start()] + text[item.end() :]
     marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
     if not marks:
         raise LookupError(f"what is said about {what} is no clause of its own: {text!r}")
@@ -504,8 +511,9 @@ class Script:
                     joined += [hole, ast.Constant(text)]
                 edits.append((*self.span(part), ast.unparse(ast.JoinedStr(joined))))
             elif isinstance(part, ast.Constant):
-                quoted = json.dumps(without_clause(part.value, what), ensure_ascii=False)
-                edits.append((*self.span(part), f'""{quoted}""' if self.is_text([self.parents[part]]) else quoted))
+                text = without_clause(part.value, what)
+                is_text = self.is_text([self.parents[part]])
+                edits.append((*self.span(part), f'"""{text}"""' if is_text else json.dumps(text, ensure_ascii=False)))
         if not edits:
             raise LookupError(f"{path}: no clause about {what}")
         self.edit(edits)
