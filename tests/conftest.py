@@ -1,6 +1,7 @@
 """Environment of every test and of every command that a test starts. Shared functions are in helpers.py."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -32,6 +33,11 @@ import pytest
 
 def pytest_configure(config):
     config.option.log_level = "WARNING"  # torch logs a checkpoint's every tensor, which hides why a test failed.
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # Every run through main() ends with a collection; what the libraries hold need not be looked at again.
 
 
 def pytest_collection_modifyitems(items):

@@ -398,12 +398,12 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def launch(tmp_path, patch, config, *overrides, rank=1, **options):
+def launch(tmp_path, patch, config, *overrides, expect=0, rank=1):
     """Two processes, with `patch` executed on one rank before train.py."""
     script = tmp_path / "train_patched.py"
     path = [str(helpers.ROOT / "tests"), str(helpers.ROOT)]
     script.write_text(ONE_RANK.format(path=path, rank=rank, patch=patch, script=str(helpers.ROOT / "train.py")))
-    done = helpers.launch(tmp_path, config, *overrides, processes=2, script=script, **options)
+    done = helpers.launch(tmp_path, config, *overrides, processes=2, expect=expect, script=script, warm=True)
     return done, re.findall("^error: .*", done.output, re.MULTILINE)
 
 
@@ -416,14 +416,14 @@ def test_not_finite_on_one_rank(whole, tmp_path):
 
 def test_less_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
-    done, messages = launch(tmp_path, patch, whole[0], "--batch.max_micro_batch_size", "auto", warm=True)
+    done, messages = launch(tmp_path, patch, whole[0], "--batch.max_micro_batch_size", "auto")
     assert not messages and done.metrics[0]["plan/micro_batch_size"] == 2
     assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
 
 
 def test_out_of_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
-    done, messages = launch(tmp_path, patch, whole[0], expect=1, warm=True)
+    done, messages = launch(tmp_path, patch, whole[0], expect=1)
     assert len(messages) == 1 and "max_micro_batch_size" in messages[0]
     assert "Connection closed" not in done.output
 
@@ -437,7 +437,7 @@ def slow_rename(monkeypatch):
 def test_other_ranks_wait_for_the_best_checkpoint(whole, tmp_path):
     """The last step is the best. No rank looks for it before the main process has given it its name."""
     patch = "test_damage.slow_rename(pytest.MonkeyPatch())"
-    done, messages = launch(tmp_path, patch, whole[0], "--run.keep_best", "true", rank=0, warm=True)
+    done, messages = launch(tmp_path, patch, whole[0], "--run.keep_best", "true", rank=0)
     losses = done.logged("eval/loss")
     assert not messages and losses and min(losses) == losses[-1] and "(step-00000006)" in done.output
     assert all(torch.allclose(done.weights[k], v, rtol=0, atol=1e-5) for k, v in whole[1].weights.items())

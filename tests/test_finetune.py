@@ -407,7 +407,7 @@ def saved_names(folder: Path) -> set[str]:
     "how, case",
     [
         ("alone", "regional"),
-        ("alone", "full"),
+        pytest.param("alone", "full", marks=pytest.mark.slow),
         ("alone", "checkpointing"),
         pytest.param("DDP", "full", marks=pytest.mark.slow),
         ("DDP", "chunked"),

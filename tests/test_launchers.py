@@ -70,13 +70,13 @@ def runs(config, tmp_path_factory):
     """runs(case, *settings): the finished run of a case, or for None that of one process. Each is made once."""
 
     @cache
-    def result(case: str | None, *settings) -> Done:
+    def result(case: str | None, *settings, real: bool = False) -> Done:
         folder = tmp_path_factory.mktemp("run")
         if case is None:
             return run(folder, config, "--batch.max_micro_batch_size", 10, *settings)
         launcher, options, plan = CASES[case]
         what = {"processes": plan[0], "options": (*FLOAT32, *options)}
-        done = launch(folder, config, launcher, *settings, **what, warm=bool(settings))  # Each file once for real.
+        done = launch(folder, config, launcher, *settings, **what, warm=not real)
         assert (done.metrics[0]["plan/num_processes"], done.metrics[0]["plan/grad_accum_steps"]) == plan
         return done
 
@@ -92,11 +92,12 @@ def assert_same(done: Done, one: Done, after: int = 0) -> None:
     assert difference(done.weights, one.weights) < 1e-5
 
 
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "real command"])
 @pytest.mark.parametrize("case", CASES)
-def test_is_the_run_of_one_process(runs, case):
+def test_is_the_run_of_one_process(runs, case, real):
     one = runs(None)
     assert 5 < (np.array(one.logged("train/grad_norm")) > 1.1).sum() < 25  # Clipping matters in some steps only.
-    assert_same(runs(case), one)
+    assert_same(runs(case, real=real), one)
 
 
 def test_checkpoint_moves_between_strategies(runs):
@@ -109,12 +110,14 @@ def test_checkpoint_moves_between_strategies(runs):
     assert_same(runs(None, "--run.resume", checkpoint), one, after=20)
 
 
+@pytest.mark.slow
 def test_two_machines(runs, config, tmp_path):
     output = finish(*start_machines(tmp_path, config, processes=4))
     assert output.count("nearest_even") == 1  # Only the main process of the first machine speaks.
     assert_same(Done(0, output, tmp_path / "run"), runs(None))
 
 
+@pytest.mark.slow
 def test_two_machines_without_a_common_run_folder(config, tmp_path):
     """Each would keep its half of every checkpoint, which is noticed too late if it is not noticed now."""
     output = finish(*start_machines(tmp_path, config, "--run.output_dir", "here", processes=2), fails=True)
@@ -125,7 +128,7 @@ WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depen
 
 
 def test_one_device_in_bf16(runs, config, tmp_path):
-    losses = launch(tmp_path, config, "single", *WARMUP, processes=1, options=()).losses
+    losses = launch(tmp_path, config, "single", *WARMUP, processes=1, options=(), warm=True).losses
     np.testing.assert_allclose(losses, runs(None).losses[:5], rtol=1e-2)
     assert losses != pytest.approx(runs(None).losses[:5], rel=1e-6)  # It was not float32.
 

@@ -15,7 +15,7 @@ from helpers import launch, run, tiny_config
 import train
 
 TRAINING = "data", "micro_steps", "optimizer"
-STEP = {"step": 1, "rows": 8, "tokens": 1024, "real_tokens": 768, "target_tokens": 500}
+STEP = {"rows": 8, "tokens": 1024, "real_tokens": 768, "target_tokens": 500}
 
 
 class Clock:

@@ -72,7 +72,7 @@ def test_stopped_in_every_way(whole, tmp_path):
     saved = [name for name in done.checkpoints if not name.startswith(".")][-1]
     assert 13 <= len(done.losses) < 20 and saved in ("step-00000010", "step-00000015")
 
-    process = start(tmp_path, config, *slow, "[a, b]", processes=3)
+    process = start(tmp_path, config, *slow, "[a, b]", processes=3, warm=True)
     wait_for_step(process, done, 2, 15)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)

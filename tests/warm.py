@@ -3,7 +3,7 @@
 A launch spends 4 to 8 seconds per process on imports. Where a test is not about the launcher, helpers.launch(warm=True)
 asks this process to fork instead. What runs is train.py from its first line, in processes of its own, with the
 environment that Accelerate's own code computes for the same command line, and what torchrun adds to it. As under
-torchrun, the first rank that fails ends the others.
+torchrun, the first rank that fails ends the others, and a SIGTERM to the launcher is passed on to all.
 
 What stays different, and why each feature keeps some real commands: the launcher itself, the order of imports, and the
 hashes of strings, which are the same in all ranks here.
@@ -31,12 +31,14 @@ LIBRARIES = (
     "accelerate.commands.launch",
     "datasets",
     "filelock",
+    "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
     "omegaconf",
-    "pandas",
+    "pandas.plotting._matplotlib",
     "peft",
     "pydantic.functional_validators",
     "pydantic.main",
+    "pydantic.types",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -194,20 +196,28 @@ def environments(request: dict) -> list[dict[str, str]]:
 
 
 def wait_for(ranks: dict[int, int]) -> int:
-    """The exit status of the launch. The first rank that fails ends the others."""
+    """The exit status of the launch: that of the first rank that fails, which ends the others."""
     failed = 0
+
+    def end(number: int, *_) -> None:
+        for rank in ranks:
+            os.kill(rank, number)
+
+    def stop(*_) -> None:
+        nonlocal failed
+        failed = failed or 1  # As for torchrun, even if all save and end well.
+        end(signal.SIGTERM)
+        signal.alarm(SECONDS_TO_END)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
     while ranks:
         pid, status = os.wait()
-        if pid not in ranks:
-            continue
         number, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
         if code and not failed:
-            failed = code
             print(f"rank {number} ended with exit status {code}", file=sys.stderr, flush=True)
-            for other in ranks:
-                os.kill(other, signal.SIGTERM)
-            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in ranks])
-            signal.alarm(SECONDS_TO_END)
+            failed = code
+            stop()
     return failed
 
 

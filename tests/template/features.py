@@ -48,7 +48,6 @@ def packing(script: Script) -> None:
         script.drop_parameter(function, "packing", "none")
     script.drop_statements("collate", "position_ids")
     script.drop_definition("document_mask")
-    script.drop_clause("check_loss", "data.packing")
 
 
 def profiler(script: Script) -> None:
@@ -89,8 +88,6 @@ def chunked_loss(script: Script) -> None:
     script.drop_setting("model.chunked_loss", False)
     script.drop_parameter("compute_loss", "chunked", False)
     script.drop_parameter("check_loss", "chunked", False)
-    script.drop_clause("check_loss", "model.chunked_loss")
-    script.replace("FullyShardedDataParallel.check", "chunked", "False")
 
 
 def evaluation(script: Script) -> None:

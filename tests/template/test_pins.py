@@ -4,15 +4,14 @@ When an upgrade breaks one of these, read its message and the lines of train.py 
 run may be wrong without any error.
 """
 
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from helpers import ROOT, VOCABULARY, free_port, tiny_model
+from helpers import VOCABULARY, launch, tiny_model
 
 TWO_PROCESSES = """
 import torch
@@ -40,18 +39,8 @@ def two_processes(tmp_path_factory):
     """The words that the script above prints: the gradients of its processes are 2 and 4."""
     script = tmp_path_factory.mktemp("pins") / "two.py"
     script.write_text(TWO_PROCESSES)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / "cpu.yaml",
-        "--main_process_port",
-        str(free_port()),
-        script,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout.split()
+    done = launch(script.parent, {}, processes=2, script=script, warm=True)  # It has no use for the config.
+    return re.findall(r"gradient .* steps .*", done.output)[0].split()
 
 
 def test_gradients_are_averaged_over_ranks(two_processes):

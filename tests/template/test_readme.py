@@ -45,6 +45,7 @@ ELSEWHERE = {
     "export ACCELERATE_MIXED_PRECISION": "tests/test_elastic.py::test_a_node_is_lost_and_comes_back",
     "python -c 'import signal;": "tests/test_elastic.py::test_meeting_point_elsewhere",
     "python -c 'import peft": "tests/test_finetune.py::test_lora_export_is_the_trained_model",
+    "python tests/template/features.py": "tests/template/test_delete.py::test_the_run_is_the_same_without",
     "#!/bin/bash": "test_slurm_script",
 }
 

@@ -124,6 +124,7 @@ def test_unusable_options(words, capsys):
     assert end.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, tied", [("DDP", True), ("FSDP2", False)])
 def test_what_really_moves_and_is_held(strategy, tied, tmp_path):
     """Two CPU processes with four deferred micro-steps; --count does the rest."""
