@@ -96,7 +96,6 @@ def evaluation(script: Script) -> None:
     script.drop_definition("evaluate")
     script.drop_field("Setup.eval_data", None)
     script.drop_returned("load_data", 1)
-    script.drop_statements("Config.check", "two_held_out")
     script.drop_setting("run.eval_every", 0)
     script.drop_setting("eval.max_rows", None)
     script.drop_setting("data.eval_fraction", 0)

@@ -541,13 +541,30 @@ class Script:
                 if simpler is not None:
                     edits.append((*self.span(node), simpler))
                 edits += self.simpler_statement(node)
-            demands = [call for call in self.calls("require") if constant(call.args[0]) not in (UNKNOWN, False)]
+            demands = [call for call in self.calls("require") if self.is_true(call.args[0])]
             if edits:
                 self.edit(edits)
             elif demands:
                 self.cut([self.statement_of(call) for call in demands], "require")
             else:
                 return
+
+    def is_true(self, node: ast.expr) -> bool | None:
+        """Whether a condition is true whatever happens; None where that is not known."""
+        match node:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                known = self.is_true(operand)
+                return None if known is None else not known
+            case ast.BoolOp(op=op, values=values):
+                known, decisive = [self.is_true(value) for value in values], isinstance(op, ast.Or)
+                if decisive in known:
+                    return decisive
+                return None if None in known else not decisive
+            case ast.Name(id=name):
+                functions = [one for one in self.owners(node) if isinstance(one, FUNCTIONS)]
+                values = [value for other, value in self.assignments(functions[0]) if other == name]
+                return self.is_true(values[0]) if len(values) == 1 else None
+        return None if constant(node) is UNKNOWN else bool(constant(node))
 
     def simpler(self, node: ast.AST) -> str | None:
         match node:
