@@ -128,9 +128,10 @@ def main() -> int:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        seen = haul(folder, args.steps, min(1000, args.steps // 4), args.look_every, env=offline)
-        first, last = seen.step_seconds()
-    slower, (cpu, cpu_later) = np.median(last) / np.median(first) - 1, seen.cpu_seconds_per_step()
+        span = min(1000, args.steps // 4)  # That of the warm-up, too.
+        seen = haul(folder, args.steps, span, args.look_every, env=offline)
+        first, last = seen.step_seconds(span)
+    slower, (cpu, cpu_later) = np.median(last) / np.median(first) - 1, seen.cpu_seconds_per_step(span)
     (handles, handles_later), (threads, threads_later) = seen.floors(seen.handles), seen.floors(seen.threads)
     mib = 2**20
     table = [  # What, first, later, bound, whether it holds.

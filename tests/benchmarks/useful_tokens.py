@@ -1,13 +1,14 @@
 """Real tokens per second on rows of chat-like lengths: train.py against transformers' Trainer and TRL's SFTTrainer.
 
-    python tests/benchmarks/useful_tokens.py [--rounds 6] [--core 0]
+    python tests/benchmarks/useful_tokens.py [--rounds 6] [--core 0] [--tiny]
 
 The lengths are log-normal with sigma 0.8, median 120 and at most 1,024 tokens, seed 0. All train the same tiny Llama in
 global batches of 128 rows, at most 8 rows of 1,024 tokens at once, without evaluation or saves. A turn is one step; a
 real token is one that is no padding. train.py and batch_rebalance change which rows lie beside each other only inside a
 step; group_by_length changes the steps, packing what a row is. A step of 16 packed rows has about as many tokens as one
 of 128 documents. best_fit packs as TRL does. On a CPU attention works through packed rows as a whole, and the
-tiny model is mostly attention: packed and unpacked compare with their own kind only.
+tiny model is mostly attention: packed and unpacked compare with their own kind only. --tiny shrinks the steps, only to
+see that this runs.
 """
 
 import argparse
@@ -27,8 +28,10 @@ import torch
 import transformers
 from contest import compete, contend, spread
 
-GLOBAL, MICRO, LENGTH, WARMUP = 128, 8, 1024, 1  # Rows of a step, rows at once, tokens, turns.
-PACKED = 16  # Full rows in a step: 128 documents of 165 tokens on average are 21 such rows.
+TINY = "--tiny" in sys.argv  # Also of the contenders, which are processes of their own.
+GLOBAL, MICRO, LENGTH = (8, 4, 128) if TINY else (128, 8, 1024)  # Rows of a step, rows at once, tokens.
+WARMUP = 1  # In turns.
+PACKED = 4 if TINY else 16  # Full rows in a step: 128 documents of 165 tokens on average are 21 such rows.
 SHAPE = {
     "vocab_size": helpers.VOCABULARY,
     "hidden_size": 48,
@@ -187,6 +190,7 @@ def main() -> int:
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.contender:
         logging.disable()
@@ -195,9 +199,8 @@ def main() -> int:
         contend(lambda turn: CONTENDERS[args.contender](steps, turn, args.folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rounds, _ = compete(
-            __file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, "--rounds", args.rounds
-        )
+        options = ["--rounds", args.rounds, *(["--tiny"] if args.tiny else [])]
+        rounds, _ = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, *options)
 
     def rate(name: str, clock: str, some: list[dict]) -> float:
         return sum(one[name]["count"] for one in some) / sum(one[name][clock] for one in some)

@@ -79,6 +79,7 @@ def keep_best(script: Script) -> None:
     script.drop_definition("export_best")
     script.drop_statements("resume", "best_checkpoint")
     script.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
+    script.drop_clause("token_loss", "run.keep_best")
     script.drop_field("Progress.best_loss")
     script.drop_field("Progress.best_checkpoint", "")
 
@@ -95,7 +96,6 @@ def evaluation(script: Script) -> None:
     script.drop_definition("evaluate")
     script.drop_field("Setup.eval_data", None)
     script.drop_returned("load_data", 1)
-    script.drop_statements("Config.check", "two_held_out")
     script.drop_setting("run.eval_every", 0)
     script.drop_setting("eval.max_rows", None)
     script.drop_setting("data.eval_fraction", 0)

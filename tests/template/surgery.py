@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import operator
+import re
 import subprocess
 import sys
 import tokenize
@@ -79,7 +80,13 @@ def mentions(node: ast.AST, what: str) -> bool:
 
 
 def without_clause(text: str, what: str) -> str:
-    """The text without its clause about `what`. Semicolons separate clauses, or else commas, or else an `or`."""
+    """The text without its clause about `what`, or without this item of a list in words.
+
+    Semicolons separate clauses, or else commas, or else an `or`.
+    """
+    item = re.search(rf",\s+{re.escape(what)}(?=,|\s+(and|or)\s)", text)
+    if item:
+        return text[: item.start()] + text[item.end() :]
     marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
     if not marks:
         raise LookupError(f"what is said about {what} is no clause of its own: {text!r}")
@@ -504,8 +511,9 @@ class Script:
                     joined += [hole, ast.Constant(text)]
                 edits.append((*self.span(part), ast.unparse(ast.JoinedStr(joined))))
             elif isinstance(part, ast.Constant):
-                quoted = json.dumps(without_clause(part.value, what), ensure_ascii=False)
-                edits.append((*self.span(part), f'""{quoted}""' if self.is_text([self.parents[part]]) else quoted))
+                text = without_clause(part.value, what)
+                is_text = self.is_text([self.parents[part]])
+                edits.append((*self.span(part), f'"""{text}"""' if is_text else json.dumps(text, ensure_ascii=False)))
         if not edits:
             raise LookupError(f"{path}: no clause about {what}")
         self.edit(edits)
@@ -533,13 +541,30 @@ class Script:
                 if simpler is not None:
                     edits.append((*self.span(node), simpler))
                 edits += self.simpler_statement(node)
-            demands = [call for call in self.calls("require") if constant(call.args[0]) not in (UNKNOWN, False)]
+            demands = [call for call in self.calls("require") if self.is_true(call.args[0])]
             if edits:
                 self.edit(edits)
             elif demands:
                 self.cut([self.statement_of(call) for call in demands], "require")
             else:
                 return
+
+    def is_true(self, node: ast.expr) -> bool | None:
+        """Whether a condition is true whatever happens; None where that is not known."""
+        match node:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                known = self.is_true(operand)
+                return None if known is None else not known
+            case ast.BoolOp(op=op, values=values):
+                known, decisive = [self.is_true(value) for value in values], isinstance(op, ast.Or)
+                if decisive in known:
+                    return decisive
+                return None if None in known else not decisive
+            case ast.Name(id=name):
+                functions = [one for one in self.owners(node) if isinstance(one, FUNCTIONS)]
+                values = [value for other, value in self.assignments(functions[0]) if other == name]
+                return self.is_true(values[0]) if len(values) == 1 else None
+        return None if constant(node) is UNKNOWN else bool(constant(node))
 
     def simpler(self, node: ast.AST) -> str | None:
         match node:

@@ -23,7 +23,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
     "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
     "startup": ("--rounds 1", r"^processor, seconds +[\d.]+ +[\d.]+ +[\d.]+ \["),
-    "useful_tokens": ("--rounds 1", r"^train\.py, best_fit +[\d,]+ "),
+    "useful_tokens": ("--rounds 1 --tiny", r"^train\.py, best_fit +[\d,]+ "),
 }
 SHORT = ("data_wait", "scaling")  # The others start several processes, or train.
 

@@ -4,15 +4,18 @@ The rest is the same run, to the last bit of its weights and checkpoints, and ru
 """
 
 import importlib.util
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
-import helpers
 import pytest
 from features import FEATURES, TRAIN, without
-from helpers import difference, run, tiny_config
+from helpers import Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import Script
+
+import train
 
 SOURCE = TRAIN.read_text()
 # Each feature alone, and all of them. Evaluation takes the samples and the best checkpoint along.
@@ -46,14 +49,17 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     fork = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "without", fork)
     spec.loader.exec_module(fork)
-    gone = helpers.train.config_fields().keys() - fork.config_fields().keys()
+    gone = train.config_fields().keys() - fork.config_fields().keys()
     assert not [name for name in gone if rest.mentions_setting(name)]
     kept = {section: dict(settings) for section, settings in config.items()}
     for section, name in (name.split(".") for name in gone):
         kept.get(section, {}).pop(name, None)
 
-    monkeypatch.setattr(helpers, "train", fork)
-    done = run(tmp_path, kept)
+    path = write_config(tmp_path, kept)
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        code = fork.main(["--config", str(path)])
+    assert code == 0, output.getvalue()
+    done = Done(code, output.getvalue(), tmp_path / "run")
     assert difference(done.weights, expected.weights) == 0
     assert list(map(numbers, done.metrics)) == list(map(numbers, expected.metrics))
     assert done.checkpoints == expected.checkpoints == ["step-00000003", "step-00000006"]
