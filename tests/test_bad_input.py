@@ -199,7 +199,7 @@ case(
 case("everything left out", {"data.files": ["DATA/docs/*.txt", "!*docs*"]}, "data.files", "*docs*")
 case("only patterns to leave out", {"data.files": ["!*.txt"]}, "data.files", "!*.txt")
 case("file types mixed", {"data.files": ["DATA/docs/0.txt", "DATA/good.jsonl"]}, "data.files", ".txt", ".jsonl")
-case("empty file", {"data.files": "TMP/empty.txt"}, "data", "1 row", "global", make=file("empty.txt"))
+case("empty file", {"data.files": "TMP/empty.txt"}, "data", "no target", make=file("empty.txt"))
 case("empty table", ROWS, "data", "TMP/rows.jsonl", make=jsonl())
 case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
 case(
