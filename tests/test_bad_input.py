@@ -282,9 +282,8 @@ case(
 case(
     "nobody answers",
     TEMPLATE,
-    "step 1",
     "no target",
-    "labels",
+    "roles",
     make=jsonl(*[{"messages": [{"role": "user", "content": "a"}]}] * 9),
 )
 case("tokens are text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": "abc"}] * 9))
@@ -306,14 +305,11 @@ case(
 case(
     "no targets",
     TOKENS,
-    "step 1",
     "no target",
     "labels",
     make=jsonl(*[{"input_ids": [1, 2], "labels": [-100] * 2}] * 9),
 )
-case(
-    "rows of one token", TOKENS | {"data.packing": "none"}, "step 1", "no target", make=jsonl(*[{"input_ids": [1]}] * 9)
-)
+case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=jsonl(*[{"input_ids": [1]}] * 9))
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
 case("negative token", TOKENS, "-7", "vocabulary", make=jsonl(*[{"input_ids": [1, -7]}] * 9))
 case(
@@ -655,7 +651,7 @@ def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, ar
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "flops_per_token", helpers.flops_per_token)
-    monkeypatch.setattr(train, "FileLock", lambda path, timeout=-1: FileLock(path, timeout=min(timeout, 1)))
+    monkeypatch.setattr(train.RunFolder, "PATIENCE", 1)
     before, started = contents(tmp_path), time.monotonic()
     status = train.main(fill(argv, tmp_path, data))
     out, err = capsys.readouterr()

@@ -122,7 +122,9 @@ def test_strings_stay_strings(load, refusal, text):
 
 
 def test_one_string_stands_for_a_list_of_one(load):
-    found = load("--data.files", "docs/*.txt", "--run.trackers=wandb", "--eval.prompts", "q_proj")
+    found = load(
+        "--data.files", "docs/*.txt", "--run.trackers=wandb", "--eval.prompts", "q_proj", "--data.eval_fraction=.1"
+    )
     assert (found.data.files, found.run.trackers) == (["docs/*.txt"], ["wandb"])
     assert found.eval.prompts == ["q_proj"]
 
@@ -277,7 +279,7 @@ def test_an_empty_file_is_only_incomplete(refusal):
         (["--optim.max_grad_norm", "null"], "optim.max_grad_norm", None),
         (["--batch.global_batch_size", "null", "--batch.global_batch_tokens", "1024"], "global_batch_size", 2),
         (["--run.max_steps", "null", "--run.max_epochs", "3"], "run.max_epochs", 3.0),
-        (["--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
+        (["--data.eval_fraction", ".5", "--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
         (["--model.architecture.hidden_size", "64"], "model.architecture", {"model_type": "llama", "hidden_size": 64}),
         (["--model.architecture.rope.theta", "1e4"], "model.architecture.rope", {"theta": 1e4}),
         (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),

@@ -406,7 +406,7 @@ def saved_names(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     "how, case",
     [
-        ("alone", "regional"),
+        pytest.param("alone", "regional", marks=pytest.mark.slow),
         pytest.param("alone", "full", marks=pytest.mark.slow),
         ("alone", "checkpointing"),
         pytest.param("DDP", "full", marks=pytest.mark.slow),

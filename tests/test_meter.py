@@ -213,8 +213,8 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     config["run"] |= {"max_steps": 18, "eval_every": 8, "save_every": 8, "log_every": 1}
     monkeypatch.setattr(train, "STARTED", 0.0)
     monkeypatch.setattr(train, "Meter", partial(train.Meter, lambda: now[0]))
-    takes(1, train.DataParallel, "forward_backward")
-    takes(2, train.DataParallel, "clip_gradients")
+    takes(1, train.DDP, "forward_backward")
+    takes(2, train.DDP, "clip_gradients")
     takes(4, train, "load_step")
     takes(64, train, "evaluate")
     takes(1024, train, "trained_state")  # What a save does before it goes on in the background.

@@ -1,0 +1,113 @@
+"""data.files: which files are read, each by its own name, and what a !pattern leaves out."""
+
+import gzip
+import os
+import re
+
+import pytest
+from helpers import run, tiny_config, write_config
+
+import train
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with files whose names say what is in them."""
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "docs/a.txt",
+        "docs/private/s.txt",
+        "docs/private/t.txt",
+        "a[1].txt",
+        "a1.txt",
+        "my [v1]/b.txt",
+        "q*.txt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def texts(*patterns) -> list[str]:
+    return train.load_source(train.Source(files=list(patterns)))["text"]
+
+
+@pytest.mark.parametrize(
+    "patterns, found",
+    [
+        (["a[1].txt", "a1.txt"], ["a[1].txt", "a1.txt"]),  # The first is a name, although it is a pattern as well.
+        (["a[1].txt"], ["a[1].txt"]),
+        (["a?.txt"], ["a1.txt"]),
+        (["my [v1]"], ["my [v1]/b.txt"]),
+        (["my [[]v1]/*"], ["my [v1]/b.txt"]),
+        (["q*.txt"], ["q*.txt"]),
+        (["docs"], ["docs/a.txt", "docs/private/s.txt", "docs/private/t.txt"]),
+        (["docs", "docs/*.txt", "./docs/a.txt"], ["docs/a.txt", "docs/private/s.txt", "docs/private/t.txt"]),
+        (["docs", "!docs/private"], ["docs/a.txt"]),
+        (["docs", "!docs/private/"], ["docs/a.txt"]),
+        (["./docs", "!docs/private/s.txt"], ["docs/a.txt", "docs/private/t.txt"]),
+        (["docs", "!./docs/private/s.txt"], ["docs/a.txt", "docs/private/t.txt"]),
+        (["docs", "!*/private/*"], ["docs/a.txt"]),
+        (["docs", "!*/of-another-machine/*"], ["docs/a.txt", "docs/private/s.txt", "docs/private/t.txt"]),
+        (["*", "docs", "!a[1].txt", "!docs/private"], ["a1.txt", "q*.txt", "docs/a.txt"]),
+    ],
+)
+def test_what_is_read(folder, patterns, found):
+    assert texts(*patterns) == found
+    absolute = [f"!{folder}/{word[1:]}" if word[:1] == "!" and word[1] != "*" else word for word in patterns]
+    assert texts(*absolute) == found
+
+
+def test_the_standard_library_can_be_left_out():
+    everything = train.list_files(["{stdlib}/*.py"])
+    assert len(everything) > 50
+    kept = train.list_files(["{stdlib}/*.py", "!{stdlib}/a*.py"])
+    assert 0 < len(kept) < len(everything) and not any(os.path.basename(file).startswith("a") for file in kept)
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        (["docs", "!docs/privat"], r"'!docs/privat' leaves nothing out"),
+        (["docs", "!other/docs"], r"'!other/docs' leaves nothing out"),
+        (["docs", "!docs"], r"leave out all that they name"),
+        (["!docs"], r"only leave out"),
+        (["nothing/*"], r"nothing matches 'nothing/\*'"),
+    ],
+)
+def test_what_is_refused(folder, patterns, message):
+    with pytest.raises(train.UserError, match=f"data.files: .*{message}"):
+        train.list_files(patterns)
+
+
+def test_a_name_that_datasets_cannot_read(folder):
+    (folder / "d::e.txt").write_text("x")
+    with pytest.raises(train.UserError, match=r"data.files: d::e.txt: .*rename"):
+        texts("d::e.txt")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.JSONL", "x.jsonl.gz", "x.json"])
+def test_lines_of_json_by_any_name(tmp_path, name):
+    content = b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts(str(tmp_path / name)) == ["one", "two"]
+
+
+def test_a_compressed_text(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo"))
+    assert texts(str(tmp_path / "a.txt.gz")) == ["one\ntwo"]
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host/a.jsonl?download=true", "https://host/a.jsonl.gz#x", "hf://datasets/b/a.JSONL"]
+)
+def test_the_format_of_a_url(url):
+    assert train.BUILDERS[train.data_suffix(url)] == "json"
+
+
+def test_a_saved_folder_has_no_split(tmp_path):
+    config = tiny_config(tmp_path)
+    config["data"]["split"] = "validation"
+    done = run(tmp_path, config, expect=2)
+    assert re.search("save_to_disk .*split", done.output) and not (tmp_path / "run").exists()
+    assert write_config(tmp_path, config).exists()
