@@ -648,39 +648,44 @@ class Script:
                     if not (is_field or name.startswith("__") or (everywhere - self.names_read(node))[name]):
                         found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
             if isinstance(owner, FUNCTIONS):
-                read = self.names_read(owner, strings=False)
+                read = self.variables_read(owner)
                 for node in ast.walk(owner):
                     for target in targets_of(node):
-                        known = read if isinstance(target, ast.Name) else everywhere
                         name = last_name(target)
-                        if name and not known[name]:
+                        if name and not (name in read if isinstance(target, ast.Name) else everywhere[name]):
                             found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
         return found
 
     @staticmethod
-    def names_read(node: ast.AST, strings: bool = True) -> Counter:
+    def names_read(node: ast.AST) -> Counter:
         """How often each name or attribute is read, or named by a string."""
         names = Counter()
         for part in ast.walk(node):
             if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Load):
                 names[last_name(part)] += 1
-            elif strings and isinstance(part, ast.Constant) and isinstance(part.value, str):
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
                 names[part.value] += 1
         return names
 
+    @staticmethod
+    def variables_read(node: ast.AST) -> set[str]:
+        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+
     def drop_unused(self) -> None:
         new = [nodes for name, nodes in self.unused().items() if name not in self.never_used]
-        if new:
-            self.cut([node for nodes in new for node in nodes], "unused")
-        edits = []
-        for node in self.nodes:  # a, b = 1, 2 where only one of them is read.
+        gone, edits = [node for nodes in new for node in nodes], []
+        for node in self.nodes:  # a, b = 1, 2 where one or none of them is read.
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
                     owner = next(one for one in self.owners(node) if isinstance(one, (*FUNCTIONS, ast.Module)))
-                    read = self.names_read(owner, strings=False)
-                    kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or read[name.id]]
-                    if len(kept) < len(names):
-                        sides = [", ".join(self.text_of(side[at]) for at in kept) for side in (names, values)]
+                    read = self.variables_read(owner)
+                    kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or name.id in read]
+                    sides = [", ".join(self.text_of(side[at]) for at in kept) for side in (names, values)]
+                    if not kept:
+                        gone.append(node)
+                    elif len(kept) < len(names):
                         edits.append((*self.span(node), " = ".join(sides)))
-        if edits:
+        if gone:
+            self.cut(gone, "unused", edits)
+        elif edits:
             self.edit(edits)
