@@ -174,6 +174,49 @@ def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
     assert exported.chat_template == CHATML.read_text()
 
 
+def other_end(folder: Path, *markers: str) -> str:
+    """A tokenizer whose end of text is not the end of a turn, as those of SmolLM and Qwen."""
+    byte_tokenizer(folder, None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_chat_model_stops_after_its_turn(chat, tmp_path):
+    """Also where the tokenizer's own end is another token: in our samples, and for who loads the model."""
+    _, config = chat
+    settings = "--data.tokenizer", other_end(tmp_path / "tokenizer"), "--eval.max_new_tokens", 40
+    done = run(tmp_path, config, *settings, "--run.max_steps", 60, "--batch.global_batch_size", 4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token == "<|endoftext|>" and end == END
+    stops = transformers.GenerationConfig.from_pretrained(done.folder / "model").eos_token_id
+    assert stops[0] == END
+    [sample] = done.logged("eval/sample_0")
+    question, answer = sample.split("<|im_start|>assistant\n")
+    assert question == "<|im_start|>user\né?<|im_end|>\n"
+    assert answer.count("<|im_end|>") <= 1 and answer.partition("<|im_end|>")[2] == ""
+    assert "will not stop" not in done.output
+
+
+def test_markers_that_are_no_tokens_are_said_and_added(chat, tmp_path):
+    _, config = chat
+    printable = byte_tokenizer(tmp_path / "tokenizer", None)
+    path = tmp_path / "tokenizer" / "template.jinja"
+    path.write_text(CHATML.read_text().replace("<|im_end|>", "</turn>"))
+    settings = "--data.chat_template", path, "--data.tokenizer", printable, "--batch.global_batch_size", 4
+    done = run(tmp_path, config, *settings)
+    assert "will not stop by itself" in " ".join(done.output.split()) and "data.special_tokens" in done.output
+    added = tmp_path / "added"
+    added.mkdir()
+    done = run(added, config, *settings, "--data.special_tokens", "</turn>")
+    assert "will not stop" not in done.output
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
+    assert tokenizer("</turn>").input_ids == [259]
+    assert transformers.GenerationConfig.from_pretrained(done.folder / "model").eos_token_id[0] == 259
+
+
 # LoRA -----------------------------------------------------------------------------------------------------------------
 
 LORA = {
