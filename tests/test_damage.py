@@ -126,7 +126,7 @@ def patch_forward(monkeypatch, before=lambda call, ids: None, after=lambda call,
 
     @functools.wraps(forward)
     def patched(self, input_ids, **inputs):
-        if not torch.is_grad_enabled() or is_fake(next(self.parameters())):  # Evaluation, and the count of FLOPs.
+        if not self.training or is_fake(next(self.parameters())):  # Evaluation, checks, and the count of FLOPs.
             return forward(self, input_ids, **inputs)
         before(call := next(calls), input_ids)
         output = forward(self, input_ids, **inputs)
