@@ -342,6 +342,7 @@ def test_signal_to_any_rank(slow, tmp_path):
     """SIGTERM or SIGINT to one of two ranks, or to both: all stop after the same step and exit with 0. A repetition
     within two seconds, by which launchers insist on nothing, is the same request."""
     done = Done(0, "", tmp_path / "run")
+    names = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
     cases = [([0], signal.SIGTERM), ([1], signal.SIGINT), ([0, 1], signal.SIGINT)]
     for launches, (targets, number) in enumerate(cases, start=1):
         ranks = start_ranks(tmp_path, slow)
@@ -354,7 +355,7 @@ def test_signal_to_any_rank(slow, tmp_path):
         assert time.monotonic() - signalled < ALLOWED_SECONDS
         assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
         assert_stopped(done, outputs[0], launches)
-        assert outputs[0].splitlines()[-1].startswith(f"Stopped by {number.name if 0 in targets else 'a signal'}")
+        assert outputs[0].splitlines()[-1].startswith(f"Stopped by {names[number] if 0 in targets else 'a signal'}")
         assert not any("Stopped" in output for output in outputs[1:])
 
 

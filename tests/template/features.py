@@ -113,6 +113,7 @@ def fsdp(script: Script) -> None:
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_setting("data.chat_template", None)
+    script.drop_setting("data.special_tokens", [])
     script.drop_element("FORMATS", "chat")
     script.drop_clause("Data.format", "role and content")
     script.drop_clause("load_tokenizer", "data.chat_template")

@@ -25,6 +25,7 @@ def edit(script: Script) -> None:
     script.drop_statements("export_model", "setup.tokenizer")
     script.drop_statements("announce", "example")
     script.drop_statements("build_setup", "check_model")
+    script.drop_statements("build_setup", "stop_after_turns")
     # Its vocabulary
     script.drop_definition("check_token_ids")
     script.drop_statements("build_model", "resize_token_embeddings")

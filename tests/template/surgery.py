@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate
 
 OPERATORS = {
@@ -259,17 +260,23 @@ class Script:
             end = self.span(elements[1])[0]
         return start, end, ""
 
+    def without_entries(self, node: ast.Dict, goes: Callable[[ast.AST, ast.AST], bool]) -> list[tuple[int, int, str]]:
+        """The edits that take entries of a dict away, each with its comma."""
+        edits = []
+        for key, held in zip(node.keys, node.values):
+            if key and goes(key, held):
+                start, end = self.span(key)[0], self.span(held)[1]
+                comma = self.text[end : end + 1] == b","
+                edits.append((start, end + comma, ""))
+        return edits
+
     @operation
     def drop_element(self, path: str, value) -> None:
         """Remove a constant from a list, tuple or set, or the entry of a dict with this key."""
         edits = []
         for node in ast.walk(self.find(path)):
             if isinstance(node, ast.Dict):
-                for key, held in zip(node.keys, node.values):
-                    if key and constant(key) == value:
-                        start, end = self.span(key)[0], self.span(held)[1]
-                        comma = self.text[end : end + 1] == b","
-                        edits.append((start, end + comma, ""))
+                edits += self.without_entries(node, lambda key, held: constant(key) == value)
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == value:
@@ -437,6 +444,8 @@ class Script:
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
                         edits.append(self.without_element(node.elts, at, node))
+            elif isinstance(node, ast.Dict):  # Other names of the setting.
+                edits += self.without_entries(node, lambda key, held: constant(held) == path)
         self.cut([self.find(f"{holder}.{name}")], path, edits)
         if holder not in map(self.name_of, self.tree.body):
             self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
