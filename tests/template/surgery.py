@@ -84,7 +84,7 @@ def without_clause(text: str, what: str) -> str:
 
     Semicolons separate clauses, or else commas, or else an `or`.
     """
-    item = re.search(rf",\s+{re.escape(what)}(?=,|\s+(and|or)\s)", text)
+    item = re.search(rf"(,| or)\s+{re.escape(what)}(?=,|:|\s+(and|or)\s)", text)
     if item:
         return text[: item.start()] + text[item.end() :]
     marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
@@ -259,6 +259,11 @@ class Script:
             end = self.span(elements[1])[0]
         return start, end, ""
 
+    def without_entry(self, key: ast.expr, value: ast.expr) -> tuple[int, int, str]:
+        """The edit that takes an entry of a dict away, with its comma."""
+        start, end = self.span(key)[0], self.span(value)[1]
+        return start, end + (self.text[end : end + 1] == b","), ""
+
     @operation
     def drop_element(self, path: str, value) -> None:
         """Remove a constant from a list, tuple or set, or the entry of a dict with this key."""
@@ -267,9 +272,7 @@ class Script:
             if isinstance(node, ast.Dict):
                 for key, held in zip(node.keys, node.values):
                     if key and constant(key) == value:
-                        start, end = self.span(key)[0], self.span(held)[1]
-                        comma = self.text[end : end + 1] == b","
-                        edits.append((start, end + comma, ""))
+                        edits.append(self.without_entry(key, held))
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == value:
@@ -433,6 +436,9 @@ class Script:
         for node in self.nodes:
             if self.is_setting(node, section, name):
                 edits.append((*self.span(node), repr(off)))
+            elif isinstance(node, ast.Dict):
+                pairs = [pair for pair in zip(node.keys, node.values) if pair[0]]
+                edits += [self.without_entry(*pair) for pair in pairs if constant(pair[1]) == path]
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
