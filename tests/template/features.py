@@ -44,8 +44,10 @@ def trackers(script: Script) -> None:
 
 def packing(script: Script) -> None:
     script.drop_setting("data.packing", "none")
-    for function in "Dataset.__init__", "cut_into_rows", "check_loss":
+    for function in "Dataset.__init__", "cut_into_rows", "check_loss", "settle_attention":
         script.drop_parameter(function, "packing", "none")
+    script.drop_parameter("what_leaks", "packed", False)
+    script.drop_statements("settle_attention", "data.packing")
     script.drop_statements("collate", "position_ids")
     script.drop_definition("document_mask")
 
@@ -101,6 +103,7 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_fraction", 0)
     script.drop_setting("data.eval_source", None)
     script.drop_statements("load_source", "data.eval_source")
+    script.drop_clause("Dataset.__init__", "data.eval_source")
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Callable
 from itertools import accumulate
 
 OPERATORS = {
@@ -85,7 +84,7 @@ def without_clause(text: str, what: str) -> str:
 
     Semicolons separate clauses, or else commas, or else an `or`.
     """
-    item = re.search(rf",\s+{re.escape(what)}(?=,|\s+(and|or)\s)", text)
+    item = re.search(rf"(,| or)\s+{re.escape(what)}(?=,|:|\s+(and|or)\s)", text)
     if item:
         return text[: item.start()] + text[item.end() :]
     marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
@@ -260,15 +259,10 @@ class Script:
             end = self.span(elements[1])[0]
         return start, end, ""
 
-    def without_entries(self, node: ast.Dict, goes: Callable[[ast.AST, ast.AST], bool]) -> list[tuple[int, int, str]]:
-        """The edits that take entries of a dict away, each with its comma."""
-        edits = []
-        for key, held in zip(node.keys, node.values):
-            if key and goes(key, held):
-                start, end = self.span(key)[0], self.span(held)[1]
-                comma = self.text[end : end + 1] == b","
-                edits.append((start, end + comma, ""))
-        return edits
+    def without_entry(self, key: ast.expr, value: ast.expr) -> tuple[int, int, str]:
+        """The edit that takes an entry of a dict away, with its comma."""
+        start, end = self.span(key)[0], self.span(value)[1]
+        return start, end + (self.text[end : end + 1] == b","), ""
 
     @operation
     def drop_element(self, path: str, value) -> None:
@@ -276,7 +270,9 @@ class Script:
         edits = []
         for node in ast.walk(self.find(path)):
             if isinstance(node, ast.Dict):
-                edits += self.without_entries(node, lambda key, held: constant(key) == value)
+                for key, held in zip(node.keys, node.values):
+                    if key and constant(key) == value:
+                        edits.append(self.without_entry(key, held))
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == value:
@@ -440,12 +436,13 @@ class Script:
         for node in self.nodes:
             if self.is_setting(node, section, name):
                 edits.append((*self.span(node), repr(off)))
+            elif isinstance(node, ast.Dict):
+                pairs = [pair for pair in zip(node.keys, node.values) if pair[0]]
+                edits += [self.without_entry(*pair) for pair in pairs if constant(pair[1]) == path]
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
                         edits.append(self.without_element(node.elts, at, node))
-            elif isinstance(node, ast.Dict):  # Other names of the setting.
-                edits += self.without_entries(node, lambda key, held: constant(held) == path)
         self.cut([self.find(f"{holder}.{name}")], path, edits)
         if holder not in map(self.name_of, self.tree.body):
             self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
