@@ -430,7 +430,7 @@ def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
 def test_killed_while_tokenizing(slow, tmp_path):
     """No worker outlives its rank, and the same command then finishes."""
     texts = [{"text": f"{i} is a number, and so on. " * 2000} for i in range(200)]
-    config = slow | {"data": {"path": str(write_rows(tmp_path / "texts", texts)), "format": "text"}}
+    config = slow | {"data": {"path": str(write_rows(tmp_path / "texts", texts)), "format": "text"}, "eval": {}}
     config["data"] |= {"tokenizer": "bytes", "packing": "concat", "sequence_length": 24}
     config["run"] = slow["run"] | {"max_steps": 5, "eval_every": 0}
     process = start(tmp_path, config)

@@ -95,7 +95,7 @@ def with_z_loss(task):
     return did, means
 
 
-@pytest.mark.parametrize("processes, chunked", [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize("processes, chunked", [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_a_term_of_the_loss(task, with_z_loss, tmp_path, monkeypatch, processes, chunked):
     config, *_ = task
     did, means = with_z_loss

@@ -40,7 +40,13 @@ def hub(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+COMPILED = "long_context"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem == COMPILED), id=file.stem) for file in CONFIGS],
+)
 def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)  # From where its command is given, and its paths are meant.
     config = train.load_config(["--config", str(file)])[0].model_dump()

@@ -37,6 +37,7 @@ def whole(tmp_path_factory):
     return config, run(folder, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     config, expected = whole

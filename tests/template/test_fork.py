@@ -19,6 +19,7 @@ from reference import shuffled, train_reference
 from safetensors.torch import load_file
 from surgery import Script
 
+pytestmark = pytest.mark.slow
 IMAGES, SIDE, CLASSES = 46, 8, 4
 PATCHES = (SIDE // 2) ** 2  # Of 2 x 2 pixels.
 
