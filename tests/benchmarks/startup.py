@@ -3,7 +3,7 @@
     python tests/benchmarks/startup.py [--rounds 5] [--config configs/small.yaml]
 
 The tokens are in the cache and the files of the libraries in memory: a launch before the first round sees to that.
-Launches and bare imports alternate; the first step begins where its first forward pass is called. Two more tables say
+Launches and bare imports alternate; the first step begins where train_step() is called. Two more tables say
 what in train.py, and which libraries' modules, the time goes to.
 """
 
@@ -31,6 +31,7 @@ PARTS = (
     "load_data",
     "build_model",
     "flops_per_token",
+    "check_model",
     "build_optimizer",
     "load_step",
     "find_checkpoint",
@@ -80,7 +81,7 @@ def watched(launched: float, arguments: list[str]) -> None:
 
     for name in PARTS:
         setattr(train, name, timed(name))
-    train.compute_loss = first_step
+    train.train_step = first_step
     train.main(arguments)
 
 
