@@ -20,11 +20,10 @@ LAUNCHER = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmy_note:
 @pytest.fixture
 def fork(tmp_path):
     """A copy of the repository with a config and a launcher file of its own, and other values in a shipped one."""
-    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT)
-    for name in listed.decode().splitlines():
-        if (ROOT / name).is_file():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
+    for name in "train.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE":
+        shutil.copy(ROOT / name, tmp_path)
+    for name in "configs", "accelerate_configs", "tests", ".github", ".ci":
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "configs" / "mine.yaml").write_text(CONFIG)
     (tmp_path / "accelerate_configs" / "mine.yaml").write_text(LAUNCHER)
     return tmp_path
