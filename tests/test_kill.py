@@ -166,7 +166,7 @@ class Watch:
         if moment == "export":
             return len(os.listdir(self.export)) > 1  # More than the pipe.
         if moment == "checkpoint":
-            found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-*.tmp")]
+            found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-????????.tmp")]
             return any(step > self.began + after for step in found)  # Others are left over from earlier kills.
         if moment == "evaluation":  # It comes before its step is logged and lasts many times as long as the step.
             evaluating = self.last % EVAL_EVERY == EVAL_EVERY - 1 and self.last > self.began
