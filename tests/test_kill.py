@@ -155,7 +155,10 @@ class Watch:
             metrics, self.size = self.done.metrics, size
             began = [line["step"] for line in metrics if "plan/num_processes" in line]
             if self.began is None and len(began) == self.launches:
-                # The first line of a launch: by now it has the folder, and nobody else may be there.
+                # The first line of a launch: by now it has the folder. Others may be about to end, but not train on.
+                since = time.monotonic()
+                while alive(self.orphans) and time.monotonic() - since < 5:
+                    time.sleep(0.02)
                 assert not alive(self.orphans), "ranks of a killed launcher beside a new run"
                 self.began = began[-1]
             if self.last != metrics[-1]["step"]:
