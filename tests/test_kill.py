@@ -362,13 +362,9 @@ def test_signal_to_any_rank(slow, tmp_path):
         assert not any("Stopped" in output for output in outputs[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "number, count, everybody",
-    [
-        pytest.param(signal.SIGINT, 3, False, marks=pytest.mark.slow),
-        (signal.SIGTERM, 2, True),
-        pytest.param(signal.SIGINT, 1, False, marks=pytest.mark.slow),
-    ],
+    "number, count, everybody", [(signal.SIGINT, 3, False), (signal.SIGTERM, 2, True), (signal.SIGINT, 1, False)]
 )
 def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     """Alone, or together with all its ranks as a scheduler does it. The launcher itself may report what it likes."""
@@ -385,6 +381,7 @@ def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     assert_stopped(done, output, 1)
 
 
+@pytest.mark.slow
 def test_second_signal_stops_at_once(slow, tmp_path):
     """Where finishing the step would take long: not within two seconds of the first signal, but after them."""
     done = Done(0, "", tmp_path / "run")
@@ -415,7 +412,8 @@ def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
     """Before the ranks have the folder, handlers or each other; one without anybody to stop it would train on."""
     process = start(tmp_path, slow, processes=count)
@@ -430,6 +428,7 @@ def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_killed_while_tokenizing(slow, tmp_path):
     """No worker outlives its rank, and the same command then finishes."""
     texts = [{"text": f"{i} is a number, and so on. " * 2000} for i in range(200)]

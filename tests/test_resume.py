@@ -62,7 +62,7 @@ def test_stopped_in_every_way(whole, tmp_path):
     """kill -9 at step 13 on 2 processes, SIGTERM on 3, SIGTERM to the launcher of 1, SIGTERM to 1 without; 2 finish."""
     config, done = whole[0], Done(0, "", tmp_path / "run")
     # Evaluating and sampling after each step gives the time to signal in the middle, and must not change the weights.
-    slow = "--run.eval_every", 1, "--eval.max_new_tokens", 60, "--eval.prompts"
+    slow = "--run.eval_every", 1, "--eval.max_new_tokens", 30, "--eval.prompts"
 
     process = start(tmp_path, config, *slow, "[a, b]", processes=2)
     wait_for_step(process, done, 1, 13)

@@ -122,6 +122,8 @@ def serve(path: str):
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}  # As train.py does first.
     for name in LIBRARIES:
         importlib.import_module(name)
+    # What transformers works out at the first from_pretrained().
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.freeze()  # What is here stays, so that no collection copies it page by page.
     with socket.socket(socket.AF_UNIX) as draft:
         draft.bind(f"{path}.tmp")
@@ -221,6 +223,13 @@ def wait_for(ranks: dict[int, int]) -> int:
     return failed
 
 
+def end() -> None:
+    """The last thing that a script does. To take all libraries down again would take as long as the run of a test."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
+
+
 if __name__ == "__main__":
     environment, sys.argv = serve(sys.argv[1])
     os.environ |= environment
@@ -228,4 +237,11 @@ if __name__ == "__main__":
 
     np.random.seed()  # A process of its own begins with numbers of its own.
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    status = 1  # Of an exception that nobody catches.
+    atexit.register(end)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+        raise
