@@ -161,6 +161,22 @@ case(
     "eval_fraction",
     "eval_source",
 )
+case(
+    "best checkpoint without an evaluation",
+    {"run.keep_best": True},
+    "run.keep_best needs data.eval_fraction or data.eval_source",
+)
+case(
+    "prompts without an evaluation", {"eval.prompts": ["a"]}, "eval.prompts need data.eval_fraction or data.eval_source"
+)
+case(
+    "all weights in bfloat16",
+    {"model.dtype": "bfloat16"},
+    "model.dtype bfloat16",
+    "frozen",
+    "model.lora",
+    "use float32",
+)
 case("split of files", {"data.split": "validation"}, "data", "split", "files", "path")
 case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds the run's 4 steps")
 case(
@@ -218,6 +234,15 @@ case(
     "train",
     make=jsonl({"text": "a"}),
 )
+for setting in "data.name", "data.split":
+    case(
+        f"{setting} of a saved folder",
+        {"data.files": [], "data.path": "TMP/saved", setting: "test"},
+        "TMP/saved",
+        "save_to_disk",
+        "leave out name and split",
+        make=lambda tmp, data: helpers.write_rows(tmp / "saved", [{"text": "a"}] * 9),
+    )
 case("unknown dataset folder", {"data.files": [], "data.path": "TMP/nope"}, "data", "TMP/nope")
 case(
     "dataset name without network",
@@ -327,6 +352,15 @@ case(
     "no target",
     make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}),
 )
+case(
+    "no targets among the rows to evaluate on",
+    TOKENS
+    | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"}
+    | {"data.packing": "none", "eval.max_rows": 1},
+    "data.eval_source",
+    "no target",
+    make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2], "labels": [1, 2]}),
+)
 case("less data than a batch", {"batch.global_batch_size": 5000}, "data", "5000", "134 rows", "lower the global batch")
 case(
     "one document",
@@ -430,6 +464,14 @@ case(
     make=model_folder(),
 )
 case("lora target", {"model.lora.target_modules": ["nope_proj"]}, "model", "nope_proj", "target modules")
+case(
+    "lora without targets",  # Those of an Olmo are not known to peft.
+    architecture(model_type="olmo2") | {"model.lora": {}},
+    "model",
+    "olmo2",
+    "specify",
+    "target_modules",
+)
 case("unknown attention", {"model.attention": "flash"}, "model", "attn_implementation", "flash", "sdpa")
 case("attention not installed", {"model.attention": "flash_attention_2"}, "model", "FlashAttention2", "installed")
 
@@ -590,6 +632,7 @@ def data(tmp_path_factory):
     (data / "table").mkdir()
     (data / "table" / "rows.jsonl").write_text('{"text": "a"}\n')
     (data / "good.jsonl").write_text('{"text": "a"}\n')
+    (data / "beyond.jsonl").write_text('{"input_ids": [1, 999]}\n' * 9)
     (data / "tokens.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 9)
     (data / "template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}"
@@ -663,6 +706,27 @@ def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, ar
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data.files": "TMP/nope.txt"},
+        TOKENS | {"data.files": "DATA/beyond.jsonl"},  # Found when everything else is ready.
+        architecture(hidden_size="big"),
+        {"run.resume": "TMP/nope"},
+        {"run.init_from": "DATA/deeper/checkpoints/step-00000001"},
+        {"optim.warmup_steps": 5},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_refused_launch_leaves_no_folder(tmp_path, data, monkeypatch, changes):
+    """Of those that it has made. One that was there before stays."""
+    (tmp_path / "runs").mkdir()
+    settings = GOOD | changes | {"run.output_dir": "TMP/runs/mine/first"}
+    monkeypatch.setattr(train, "flops_per_token", helpers.flops_per_token)
+    assert train.main(["--config", write_config(tmp_path / "config.yaml", settings, tmp_path, data)]) == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "runs"]
+
+
 def test_enough_cases():
     assert len(CASES) >= 45
 
@@ -686,6 +750,7 @@ def test_bad_launch(tmp_path, data, processes, changes, word, rows, env, warm):
     messages = re.findall(r"^error: .*", done.output, re.MULTILINE)
     assert done.code != 0 and len(messages) == 1 and word in messages[0], done.output
     assert 'train.py", line' not in done.output  # No traceback of ours; the launcher prints its own.
+    assert not (tmp_path / "out").exists()
     assert time.monotonic() - started < 60
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command]  # No rank is left.
