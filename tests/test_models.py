@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import run, tiny_config, tiny_model, write_rows
+from helpers import VOCABULARY, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -239,6 +239,24 @@ def test_a_chunked_loss_is_refused_where_logits_are_scaled(tmp_path, name):
     assert "model.chunked_loss" in run(tmp_path, config, expect=2).output
     config["model"]["chunked_loss"] = False
     assert run(tmp_path, config, "--run.max_steps", 5).losses
+
+
+def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
+    """The usual end of a Llama is token 2. The bytes tokenizer ends texts with 1 and pads with 0."""
+    config = tiny_config(tmp_path)
+    text = write_rows(tmp_path / "texts", [{"text": "abc"}] * 20)
+    config["data"] = {"path": str(text), "sequence_length": 24, "packing": "none", "eval_source": {"path": str(text)}}
+    config["model"] = {"architecture": {"model_type": "llama", **SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 9}}
+    del config["model"]["architecture"]["pad_token_id"]
+    config["eval"] = {"prompts": "a", "temperature": 0.0}
+    done = run(tmp_path, config)
+    assert done.logged("eval/sample_0") == ["abc"]
+    folder = done.folder / "model"
+    for kind in transformers.AutoConfig, transformers.GenerationConfig:
+        found = kind.from_pretrained(folder)
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (9, 1, 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generate(torch.tensor([[100]]), do_sample=False, max_new_tokens=20).tolist() == [[100, 101, 102, 1]]
 
 
 class HostReads(TorchDispatchMode):

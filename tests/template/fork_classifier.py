@@ -26,6 +26,7 @@ def edit(script: Script) -> None:
     script.drop_statements("announce", "example")
     script.drop_statements("build_setup", "check_model")
     script.drop_statements("build_setup", "stop_after_turns")
+    script.drop_statements("build_setup", "use_special_tokens")
     # Its vocabulary
     script.drop_definition("check_token_ids")
     script.drop_statements("build_model", "resize_token_embeddings")
