@@ -18,6 +18,8 @@ from helpers import Done, difference, kill_tree, launch, run, start, tiny_config
 from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
+import train
+
 STEPS = list(range(1, 31))
 
 
@@ -293,6 +295,40 @@ def test_tied_weights(whole, tmp_path):
         shutil.rmtree(done.folder / name)
     done = run(tmp_path, config)
     assert done.launches == [0, 25] and difference(done.weights, weights) < 1e-5
+
+
+def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
+    """A fork may have a head that it does not use, here not before step 4. Until then the optimizer has no state of it,
+    and a run that is continued has none, either."""
+    build_model, train_step, token_loss, now = train.build_model, train.train_step, train.token_loss, {}
+
+    def with_head(*args):
+        model = build_model(*args)
+        model.head = now["head"] = torch.nn.Linear(3, 3)
+        return model
+
+    def noted(setup, batch, *more):
+        now["used"] = batch.step >= 4
+        return train_step(setup, batch, *more)
+
+    def with_head_loss(logits, targets):
+        loss, metrics = token_loss(logits, targets)
+        if now.get("used"):
+            loss = loss + now["head"](torch.ones(3)).square().sum()
+        return loss, metrics
+
+    monkeypatch.setattr(train, "build_model", with_head)
+    monkeypatch.setattr(train, "train_step", noted)
+    monkeypatch.setattr(train, "token_loss", with_head_loss)
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 6, "save_every": 2, "keep_checkpoints": 3}
+    whole = run(tmp_path, config)
+    for step in 2, 4:
+        chosen = whole.folder / "checkpoints" / f"step-0000000{step}"
+        done = run(tmp_path, config, "--run.resume", chosen, "--run.output_dir", tmp_path / f"{step}")
+        assert done.launches == [step] and difference(done.weights, whole.weights) == 0
+        saved = [load_file(next(one.folder.glob("checkpoints/*6/*.safetensors"))) for one in (done, whole)]
+        assert difference(*saved) == 0
 
 
 def test_init_from(whole, tmp_path):
