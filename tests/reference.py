@@ -115,7 +115,8 @@ def train_reference(
         for group, peak in zip(groups, peaks):
             group["lr"] = learning_rate(optim | {"learning_rate": peak}, step, max_steps)
         for trainer in trainers:
-            trainer.step()
+            if targets:
+                trainer.step()
             trainer.zero_grad()
         did.losses.append(loss.item())
         did.grad_norms.append(norm.item())

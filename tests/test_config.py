@@ -228,6 +228,23 @@ def test_did_you_mean(refusal, key, answer):
     assert refusal(f"--{key}", "5").startswith(answer)
 
 
+# What people know from transformers, TRL, axolotl and llm-foundry.
+KNOWN_ELSEWHERE = """
+lr batch_size per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio logging_steps
+save_total_limit lr_scheduler_type report_to resume_from_checkpoint micro_batch_size sequence_len sample_packing
+val_set_size device_train_microbatch_size
+"""
+
+
+def test_names_of_other_trainers_are_answered_with_ours(refusal):
+    """Written in any way, and in any section: with the setting that it is here, and what that does."""
+    assert train.FOREIGN_NAMES.keys() >= set(KNOWN_ELSEWHERE.split())
+    for name, ours in train.FOREIGN_NAMES.items():
+        for key in name, name.replace("_", "-"), f"run.{name}":
+            answer = f"{key}: unknown key; did you mean {ours}? {FIELDS[ours]['description']}"
+            assert refusal(f"--{key}", "1") == answer
+
+
 def test_all_problems_are_told_at_once(refusal):
     message = refusal("--run.sed", "1", "--optim.adam_beta1", "2", "--eval.max_rows", "x")
     assert {line.split(": ")[0] for line in message.splitlines()} == {"run.sed", "optim.adam_beta1", "eval.max_rows"}

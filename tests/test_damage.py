@@ -164,6 +164,9 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     named = set(map(int, re.findall(r"\d+", re.search(r"[Rr]ows:? \[([\d, ]+)", message)[1])))
     assert named and named <= set(stream[40:50].tolist())
     assert done.checkpoints[-1] == "step-00000004" and not (done.folder / "model").exists()
+    last_logged = 4 if log_every == 1 else 0
+    reason = message.removeprefix("error: ")
+    assert done.status == {"status": "failed", "step": last_logged, "reason": reason}
     assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
     assert same(helpers.run(tmp_path, config).weights, reference.weights)
 

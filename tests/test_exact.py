@@ -5,7 +5,7 @@ from itertools import accumulate
 import datasets
 import numpy as np
 import pytest
-from helpers import launch, make_rows, run, tiny_config, tiny_model, write_rows
+from helpers import difference, launch, make_rows, run, tiny_config, tiny_model, write_rows
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
@@ -81,3 +81,37 @@ def test_packed_documents_are_as_if_alone(tmp_path, processes):
     config["model"] = {"pretrained": str(tiny_model(tmp_path / "start", learned_positions=processes is None))}
     done = launch(tmp_path, config, processes=processes, warm=True) if processes else run(tmp_path, config)
     train_reference(config, lambda step: pieces).check(done)
+
+
+def test_a_step_without_targets_changes_nothing(tmp_path):
+    """Neither weights nor the optimizer's state; it counts for the schedule. The run goes on, also where it continues
+    with such a step, on two processes."""
+    order, rows = shuffled(7, 8, 12), make_rows([20, 24, 9, 13, 24, 17, 22, 15], seed=4)
+    for number in order[4:6]:  # Both rows of step 3.
+        rows[number]["labels"] = [-100] * len(rows[number]["input_ids"])
+    for row in rows:
+        row.setdefault("labels", row["input_ids"])
+    config = tiny_config(tmp_path)
+    config["data"]["path"] = str(write_rows(tmp_path / "partly", rows))
+    config["batch"] = {"global_batch_size": 2, "max_micro_batch_size": 2}
+    config["run"] |= {"max_steps": 6, "save_every": 1, "keep_checkpoints": 9}
+    did = train_reference(config, lambda step: [rows[i] for i in order[2 * step - 2 : 2 * step]])
+    assert [step for step, targets in enumerate(did.targets, start=1) if not targets] == [3]
+
+    def check(done, after: int) -> None:
+        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
+        np.testing.assert_allclose(np.array(done.losses, float), did.losses[after:], rtol=1e-5)  # null is a NaN.
+        np.testing.assert_allclose(done.logged("train/learning_rate"), did.learning_rates[after:], rtol=1e-12)
+        assert done.logged("train/skipped_steps") == [0, 0, 1, 1, 1, 1][after:]
+        told = [line for line in done.output.splitlines() if "no update" in line]
+        assert told == ["Step 3 makes no update: none of its rows has a target token."] * (after < 3)
+
+    done = run(tmp_path, config)
+    check(done, 0)
+    folders = [done.folder / "checkpoints" / f"step-0000000{step}" for step in (2, 3, 4)]
+    states = [load_file(next(folder.glob("*.safetensors"))) for folder in folders]
+    assert any(name.endswith("exp_avg") for name in states[0])
+    assert difference(states[0], states[1]) == 0 < difference(states[1], states[2])
+    before, after = (("--run.resume", folder, "--run.output_dir", tmp_path / folder.name) for folder in folders[:2])
+    check(launch(tmp_path, config, *before, processes=2, warm=True), 2)
+    check(run(tmp_path, config, *after), 3)

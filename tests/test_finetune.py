@@ -303,6 +303,8 @@ def test_lora_equals_the_plain_loop(lora, lora_runs, kind, how):
     done = lora_runs(kind, how)
     assert done.metrics[0]["plan/num_processes"] == (1 if how == "alone" else 2)
     check(done, lora(kind)[2])
+    trained = sum(weight.numel() for weight in lora(kind)[2].weights.values())
+    assert f", of which {trained:,} are trained, " in done.output
     assert done.logged("eval/loss") == pytest.approx(list(lora(kind)[2].eval_losses.values()), rel=1e-6)
     assert "UserWarning" not in done.output
 
@@ -364,6 +366,24 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
         assert not any("lora" in name for name in merged.state_dict())
         torch.testing.assert_close(logits(merged, held_out), logits(loaded, held_out), rtol=0, atol=1e-5)
         assert transformers.AutoTokenizer.from_pretrained(done.folder / "merged")("a")["input_ids"]
+
+
+def test_lora_without_fields_trains_adapters_only(tmp_path):
+    """Those that peft has for a Llama, of rank 8: for the queries, from 32 to 32, and for the values, from 32 to 16."""
+    config = tiny_config(tmp_path)
+    config["model"]["lora"] = {}
+    done = run(tmp_path, config, "--run.max_steps", 5)
+    matrices = {
+        "self_attn.q_proj.lora_A",
+        "self_attn.q_proj.lora_B",
+        "self_attn.v_proj.lora_A",
+        "self_attn.v_proj.lora_B",
+    }
+    names = {f"base_model.model.model.layers.{layer}.{name}.default.weight" for layer in (0, 1) for name in matrices}
+    assert adapters(done).keys() == names
+    saved = {name for name in saved_names(done.folder / "checkpoints" / "step-00000005") if name.startswith("model.")}
+    assert saved == {f"model.{name}" for name in names}
+    assert f", of which {2 * 8 * (32 + 32 + 32 + 16):,} are trained, " in done.output
 
 
 def test_lora_beside_weights_in_bf16(lora, tmp_path):

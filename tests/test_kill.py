@@ -37,6 +37,8 @@ from helpers import (
 )
 from warm import Launch
 
+import train
+
 MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 72, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
 ALLOWED_SECONDS = 30  # Between SIGTERM and SIGKILL, by torchrun and by most schedulers.
 
@@ -341,6 +343,23 @@ def slow(tmp_path_factory):
     return config
 
 
+def test_ctrl_c_is_answered_at_once(tmp_path, monkeypatch, capfd):
+    """While the step goes on, and by the name that people have for it."""
+    said, train_step = [], train.train_step
+
+    def interrupted(*args):
+        capfd.readouterr()
+        signal.raise_signal(signal.SIGINT)
+        said.append(capfd.readouterr().out)
+        return train_step(*args)
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+    done = run(tmp_path, tiny_config(tmp_path))
+    assert said == ["\nCtrl-C: saving after this step.\n"]
+    assert_stopped(done, done.output, 1)
+    assert "Stopped by Ctrl-C after step 1;" in done.output
+
+
 def test_signal_to_any_rank(slow, tmp_path):
     """SIGTERM or SIGINT to one of two ranks, or to both: all stop after the same step and exit with 0. A repetition
     within two seconds, by which launchers insist on nothing, is the same request."""
@@ -426,6 +445,40 @@ def test_launcher_killed_while_ranks_start(slow, tmp_path, count):
     process.wait()
     assert_end(ranks, process)
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
+
+
+# In place of Accelerate, the first library that train.py imports: waits for the end of its parent, and lives on.
+WAITS = """
+import os, time
+parent = os.getppid()
+print("waits", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("lives on", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody is told of a parent's end")
+def test_in_the_background_it_outlives_its_shell(tmp_path):
+    """`nohup python train.py &`, here where somebody has set variables of Accelerate. A launcher's rank would end."""
+    (tmp_path / "accelerate.py").write_text(WAITS)
+    log = tmp_path / "log"
+    command = f"nohup {sys.executable} {ROOT / 'train.py'} > {log} 2>&1 & read line"  # The shell ends with its input.
+    own = {"PYTHONPATH": str(tmp_path), "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    shell = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, env=os.environ | own)
+    wait_for_line(log, "waits")
+    [process] = psutil.Process(shell.pid).children()
+    shell.communicate()
+    process.wait(timeout=30)
+    assert "lives on" in log.read_text()
+
+
+def wait_for_line(file: Path, line: str) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists() or line not in file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -299,6 +299,20 @@ def test_profile_of_more_steps_than_there_are(tmp_path):
     assert names["Optimizer.step#AdamW.step"] == 2
 
 
+def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):
+    """To record every allocation costs time and memory as long as it goes on. Here functions stand in for those of a
+    GPU."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path.name))
+    profiler, calls_after = train.Profiler([2, 3], tmp_path, gpu=True), []
+    for step in range(5):
+        profiler.after_step(step)
+        calls_after.append(list(calls))
+    done = ["all", "memory.pickle", None]
+    assert calls_after == [[], ["all"], ["all"], done, done]
+
+
 # Peak FLOP/s ---------------------------------------------------------------------------------------------------------
 
 

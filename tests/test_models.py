@@ -115,6 +115,24 @@ def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name,
     assert "data.packing" in done.output and name in done.output and "use none" in done.output
 
 
+@pytest.mark.parametrize("packing, rows, refused", [("concat", 2, True), ("concat", 1, False), ("none", 2, False)])
+def test_flash_attention_is_for_single_rows_of_documents(tmp_path, monkeypatch, packing, rows, refused):
+    """In several rows, transformers takes no notice of documents. Here the model has sdpa in place of the kernel."""
+    load_weights = train.load_weights
+
+    def with_sdpa(config, found):
+        return load_weights(config.model_copy(update={"attention": "sdpa"}), found)
+
+    monkeypatch.setattr(train, "load_weights", with_sdpa)
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    config["data"]["packing"] = packing
+    config["model"]["attention"] = "flash_attention_2"
+    done = run(tmp_path, config, "--batch.max_micro_batch_size", rows, expect=2 if refused else 0)
+    advice = "keeps packed documents apart only in a single row; set batch.max_micro_batch_size: 1, or use sdpa"
+    assert (f"error: model.attention flash_attention_2: {advice}" in done.output) == refused
+
+
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
 LEAKS = {  # Family, shape, attention: what a token sees in a row of one document, and in one of two.
     "llama": ("llama", SHAPE, "sdpa", "", ""),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from helpers import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,6 +232,11 @@ def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
 def test_plan_counts_tokens_where_the_config_does(plans):
     (line,), _ = plans(2, batch={"global_batch_size": None, "global_batch_tokens": 6 * 4096})
     assert numbers(line, "micro_batch", "grad_accum", "tokens_per_step") == (3, 1, 24_576)
+
+
+def test_plan_is_printed_by_one_of_several_processes(tmp_path):
+    output = launch(tmp_path, ABSENT, "--plan", 1, 2, processes=2, warm=True).output
+    assert output.count("nearest_even") == 1
 
 
 @pytest.mark.parametrize("counts", [(), (0,), (4, 0), ("1,2",), ("-1",), ("many",), ("1.5",), ("²",)])

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 import platform
 import shutil
 import signal
+import socket
 import time
 import zlib
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, tiny_model, write_rows
 from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
@@ -165,6 +168,41 @@ def test_run_folder(whole):
     assert "Finished already" in run(done.folder.parent, resolved).output
 
 
+def test_status_while_the_run_goes_on(tmp_path, monkeypatch):
+    """Before each step: the last one that was logged, and who is at it."""
+    seen, train_step = [], train.train_step
+
+    def looked(setup, batch, *more):
+        seen.append((batch.step, json.loads((tmp_path / "run" / "status.json").read_text())))
+        return train_step(setup, batch, *more)
+
+    monkeypatch.setattr(train, "train_step", looked)
+    run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 7, "--run.log_every", 3)
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    logged = {1: 0, 2: 0, 3: 0, 4: 3, 5: 3, 6: 3, 7: 6}
+    assert seen == [(step, {"status": "running", "step": last, "process": who}) for step, last in logged.items()]
+
+
+def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
+    """With who holds it, who here lets go of it as soon as that is said."""
+    folder, told, say = tmp_path / "run", [], train.say
+    folder.mkdir()
+    (folder / "status.json").write_text('{"status": "running", "step": 3, "process": "process 12 on elsewhere"}')
+    holder = FileLock(folder / ".lock")
+    holder.acquire()
+
+    def heard(text):
+        if "in use" in text:
+            told.append(text)
+            holder.release()
+        say(text)
+
+    monkeypatch.setattr(train, "say", heard)
+    done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5)
+    assert told == [f"{folder} is in use, by process 12 on elsewhere if that still runs. Waiting for 45 s."]
+    assert done.status == {"status": "finished", "step": 5}
+
+
 def test_extended(again):
     """A finished run may be made longer; the schedule is then that of the longer run, which is said."""
     config, before = again
@@ -246,6 +284,19 @@ def test_harmless_changes_and_a_chosen_checkpoint(whole, again, tmp_path):
     assert difference(done.weights, whole[1].weights) < 1e-5
     (done.folder / "status.json").unlink()
     assert f"after step 30 from {done.folder}" in run(tmp_path, config, *words).output
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_checkpoint_is_found_however_its_path_is_written(whole, again, tmp_path, monkeypatch, absolute):
+    """run.resume by an absolute path where run.output_dir is relative, and the other way round."""
+    config, _ = again
+    monkeypatch.chdir(tmp_path)
+    here, there = (tmp_path, Path()) if absolute else (Path(), tmp_path)
+    chosen = "--run.resume", here / "run" / "checkpoints" / "step-00000025"
+    refused = run(tmp_path, config, *chosen, "--run.output_dir", there / "run", expect=2)
+    assert "run.resume names a checkpoint of this run" in refused.output
+    done = run(tmp_path, config, *chosen, "--run.output_dir", there / "other")
+    assert done.launches == [25] and difference(done.weights, whole[1].weights) == 0
 
 
 def test_changes_that_are_insisted_on(again, tmp_path):

@@ -12,6 +12,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from helpers import VOCABULARY, launch, tiny_model
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 TWO_PROCESSES = """
 import torch
@@ -97,6 +98,13 @@ def test_an_unknown_attention_gets_no_mask():
     model.set_attn_implementation("pinned")
     model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
     assert seen == [None], "transformers masks for unknown attention: CAUSAL in build_model() reads the host again"
+
+
+def test_flash_attention_sees_documents_in_a_single_row_only():
+    positions = torch.arange(3).repeat(2, 2)
+    assert [_is_packed_sequence(positions[:rows], rows) for rows in (1, 2)] == [True, False], (
+        "transformers keeps packed documents apart in several rows, too: check_sizes() need not refuse them"
+    )
 
 
 def test_the_shuffle_is_that_of_older_runs():
