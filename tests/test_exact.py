@@ -45,9 +45,8 @@ def test_equals_the_plain_loop(truth, tmp_path, case):
     config, did = truth
     processes, limit, sync, plan = CASES[case]
     overrides = "--batch.max_micro_batch_size", limit, "--batch.sync_each_micro_step", str(sync).lower()
-    if processes:  # Two of them by the real command: on one process, and on several.
-        real = case in ("1 process, whole batch", "2 processes")
-        done = launch(tmp_path, config, *overrides, processes=processes, warm=not real)
+    if processes:  # One of them by the real command.
+        done = launch(tmp_path, config, *overrides, processes=processes, warm=case != "2 processes")
     else:
         done = run(tmp_path, config, *overrides)
 

@@ -69,7 +69,7 @@ def test_stopped_in_every_way(whole, tmp_path):
     # Evaluating and sampling after each step gives the time to signal in the middle, and must not change the weights.
     slow = "--run.eval_every", 1, "--eval.max_new_tokens", 30, "--eval.prompts"
 
-    process = start(tmp_path, config, *slow, "[a, b]", processes=2)
+    process = start(tmp_path, config, *slow, "[a, b]", processes=2, warm=True)
     wait_for_step(process, done, 1, 13)
     kill_tree(process)
     process.wait()

@@ -25,12 +25,10 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "startup": ("--rounds 1", r"^processor, seconds +[\d.]+ +[\d.]+ +[\d.]+ \["),
     "useful_tokens": ("--rounds 1 --tiny", r"^train\.py, best_fit +[\d,]+ "),
 }
-SHORT = ("data_wait", "scaling")  # The others start several processes, or train.
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in STARTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTS)
 def test_it_starts(tmp_path, name):
     options, printed = STARTS[name]
     (tmp_path / "tmp").mkdir()
