@@ -400,6 +400,15 @@ def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     assert_stopped(done, output, 1)
 
 
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, capsys, signalled):
+    """Another one has failed, and says why. Only where nobody ends this one is the connection the news."""
+    monkeypatch.setattr(train.Stop, "requested", "SIGTERM" if signalled else "")
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    assert train.report(RuntimeError("Connection closed by peer")) == 1
+    assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")
+
+
 @pytest.mark.slow
 def test_second_signal_stops_at_once(slow, tmp_path):
     """Where finishing the step would take long: not within two seconds of the first signal, but after them."""
