@@ -744,13 +744,11 @@ def test_enough_cases():
 def test_bad_launch(tmp_path, data, processes, changes, word, rows, env, warm):
     jsonl(*[{"input_ids": row} for row in rows])(tmp_path, data)
     settings = write_config(tmp_path / "settings.yaml", GOOD | {"data.packing": "none"} | changes, tmp_path, data)
-    started = time.monotonic()
     settings = yaml.safe_load(Path(settings).read_text())
     done = helpers.launch(tmp_path, settings, processes=processes, expect=None, env=env, warm=warm)
     messages = re.findall(r"^error: .*", done.output, re.MULTILINE)
     assert done.code != 0 and len(messages) == 1 and word in messages[0], done.output
     assert 'train.py", line' not in done.output  # No traceback of ours; the launcher prints its own.
     assert not (tmp_path / "out").exists()
-    assert time.monotonic() - started < 60
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command]  # No rank is left.
