@@ -274,6 +274,7 @@ def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
         found = kind.from_pretrained(folder)
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (9, 1, 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.use_cache  # Otherwise it would read the whole text again for each token that it writes.
     assert model.generate(torch.tensor([[100]]), do_sample=False, max_new_tokens=20).tolist() == [[100, 101, 102, 1]]
 
 
