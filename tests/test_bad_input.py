@@ -196,7 +196,8 @@ def jsonl(*rows):
 
 
 ROWS = {"data.files": ["TMP/rows.jsonl"]}
-TOKENS = ROWS | {"data.format": "tokens", "batch.global_batch_size": 1}
+TOKENS = ROWS | {"data.format": "tokens", "data.tokenizer": "bytes", "batch.global_batch_size": 1}
+EVALUATE = TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"}
 CHAT = ROWS | {"data.format": "chat", "data.chat_template": None, "batch.global_batch_size": 1}
 TEMPLATE = CHAT | {"data.tokenizer": "DATA/tokenizer", "data.chat_template": "DATA/template.jinja"}
 
@@ -338,6 +339,32 @@ case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=j
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
 case("negative token", TOKENS, "-7", "vocabulary", make=jsonl(*[{"input_ids": [1, -7]}] * 9))
 case(
+    "mask among the tokens",
+    TOKENS,
+    "-100 among its input_ids",
+    "-100 in labels",
+    make=jsonl(*[{"input_ids": [1, -100, 2]}] * 9),
+)
+case(
+    "token beyond the vocabulary in the evaluation data",
+    EVALUATE,
+    "the evaluation data has token ids 0 to 999",
+    "vocabulary is 0 to 383",
+    make=jsonl({"input_ids": [1, 2]}, {"input_ids": [1, 999]}),
+)
+case(
+    "tokens and a model of unknown vocabulary",
+    TOKENS | {"data.tokenizer": None},
+    "model.architecture",
+    "vocab_size",
+    "data.tokenizer",
+)
+case(
+    "tokens and prompts without a tokenizer",
+    TOKENS | {"data.tokenizer": None, "data.eval_fraction": 0.5, "eval.prompts": ["a"]},
+    "eval.prompts need data.tokenizer",
+)
+case(
     "label beyond the vocabulary",
     TOKENS,
     "999",
@@ -347,7 +374,7 @@ case(
 case("negative label", TOKENS, "-5", "vocabulary", make=jsonl(*[{"input_ids": [1, 2], "labels": [1, -5]}] * 9))
 case(
     "evaluation without targets",
-    TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"},
+    EVALUATE,
     "data.eval_source",
     "no target",
     make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}),
@@ -434,6 +461,30 @@ case(
 case(
     "sequence beyond the positions", architecture(max_position_embeddings=16), "data.sequence_length 32", "16 positions"
 )
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 40}
+PROMPT = {"data.eval_fraction": 0.1, "eval.prompts": ["abc"]}
+case(
+    "sequence beyond the positions by their own name",
+    {"model.architecture": GPT2, "data.sequence_length": 64},
+    "data.sequence_length 64",
+    "40 positions",
+)
+case(
+    "prompt beyond learned positions",
+    PROMPT | {"model.architecture": GPT2, "eval.max_new_tokens": 39},
+    "eval.prompts",
+    "3 tokens of 'abc' and 39 more",
+    "positions",
+    "eval.max_new_tokens",
+)
+case(
+    "prompt beyond the vocabulary",
+    EVALUATE | {"model.architecture": LLAMA | {"vocab_size": 50}, "eval.prompts": ["abc"]},
+    "eval.prompts: 'abc' has the token id 102",  # The byte 99 of c, after the three special tokens.
+    "vocabulary is 0 to 49",
+    "data.tokenizer",
+    make=jsonl({"input_ids": [1, 2]}),
+)
 case("model folder missing", PRETRAINED, "model", "TMP/model", "folder")
 case("model folder empty", PRETRAINED, "model", "TMP/model", make=folder("model"))
 case(
@@ -514,6 +565,24 @@ case(
     make=file("file"),
 )
 case("output_dir cannot be made", {"run.output_dir": "/proc/out"}, "run.output_dir /proc/out")
+
+
+def no_checkpoints(make):
+    return lambda tmp, data: make(tmp / "out" / "checkpoints")
+
+
+case(
+    "checkpoints is a file",
+    {},
+    "TMP/out/checkpoints is no folder",
+    make=no_checkpoints(lambda path: path.write_text("")),
+)
+case(
+    "checkpoints leads nowhere",
+    {},
+    "TMP/out/checkpoints is no folder, nor a link to one",
+    make=no_checkpoints(lambda path: path.symlink_to("nowhere")),
+)
 case("output_dir in use", {}, "run.output_dir", "TMP/out", "in use by another run", "choose another", make=hold_lock)
 case("unknown tracker", {"run.trackers": ["wandbb"]}, "run.trackers", "wandbb", "tensorboard")
 case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dvclive", "install")

@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GOOD = """\
 run: {max_steps: 10}
 batch: {global_batch_size: 8}
-data: {files: [a.txt]}
+data: {files: [a.txt], tokenizer: bytes}
 model: {architecture: {model_type: llama}}
 """
 

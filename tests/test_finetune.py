@@ -19,7 +19,7 @@ import pytest
 import test_launchers
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config, write_rows
+from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -384,6 +384,23 @@ def test_lora_without_fields_trains_adapters_only(tmp_path):
     saved = {name for name in saved_names(done.folder / "checkpoints" / "step-00000005") if name.startswith("model.")}
     assert saved == {f"model.{name}" for name in names}
     assert f", of which {2 * 8 * (32 + 32 + 32 + 16):,} are trained, " in done.output
+
+
+@pytest.mark.parametrize("tied, targets", [(False, ["embed_tokens", "lm_head", "q_proj"]), (True, ["wte", "lm_head"])])
+def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
+    """Also where the two are one matrix. The run can be continued, and what it exports is what it trained."""
+    config = tiny_config(tmp_path)
+    tiny_model(tmp_path / "start", learned_positions=tied)
+    config["run"] |= {"max_steps": 4, "save_every": 2}
+    config["model"]["lora"] = {"r": 2, "target_modules": targets}
+    config["optim"]["warmup_steps"] = 0
+    done = run(tmp_path, config)
+    assert done.losses[-1] < done.losses[0]
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model")
+    held_out = list(datasets.load_from_disk(tmp_path / "held-out"))
+    assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(loaded, held_out), rel=1e-6)
+    settings = "--run.resume", done.folder / "checkpoints" / "step-00000002", "--run.output_dir", tmp_path / "more"
+    assert run(tmp_path, config, *settings).losses == done.losses[2:]
 
 
 def test_lora_beside_weights_in_bf16(lora, tmp_path):

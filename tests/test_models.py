@@ -133,6 +133,13 @@ def test_flash_attention_is_for_single_rows_of_documents(tmp_path, monkeypatch, 
     assert (f"error: model.attention flash_attention_2: {advice}" in done.output) == refused
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
+    model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")
+    train.settle_attention(model, "concat")
+    train.check_loss(model, "concat", chunked=True)
+
+
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
 LEAKS = {  # Family, shape, attention: what a token sees in a row of one document, and in one of two.
     "llama": ("llama", SHAPE, "sdpa", "", ""),

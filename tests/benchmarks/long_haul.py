@@ -75,6 +75,7 @@ def tiny_run(folder: Path, steps: int) -> dict:
         "data": {
             "path": str(rows),
             "format": "tokens",
+            "tokenizer": "bytes",
             "packing": "none",
             "sequence_length": LENGTH,
             "eval_source": {"path": str(held_out)},

@@ -26,6 +26,8 @@ def lora(script: Script) -> None:
 
 def samples(script: Script) -> None:
     script.drop_definition("sample")
+    script.drop_definition("encode_prompt")
+    script.drop_definition("check_prompts")
     script.drop_statements("training_loop", "sampling")
     script.drop_setting("eval.prompts", [])
     script.drop_setting("eval.max_new_tokens", 0)
