@@ -107,6 +107,50 @@ def test_all_checkpoints_damaged(whole, copy, tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
+KNOWN = ("config", "step", "skipped_steps", "skipped_in_a_row", "rows", "tokens", "real_tokens", "target_tokens")
+KNOWN += ("best_loss", "best_checkpoint", "files")
+
+
+def test_damaged_fields_of_a_manifest(copy):
+    """Each is taken away, or made what it cannot be. Those that only inform may be anything."""
+    newest = copy / "checkpoints" / "step-00000006"
+    whole = json.loads((newest / "manifest.json").read_text())
+    passed_over = set()
+    for name, change in itertools.product(whole, (None, [], "x", -1, "gone")):
+        damaged = {**whole, name: change}
+        if change == "gone":
+            del damaged[name]
+        (newest / "manifest.json").write_text(json.dumps(damaged))
+        found, manifest = train.find_checkpoint("auto", copy / "checkpoints")
+        train.progress_in(manifest)
+        if found != newest:
+            passed_over.add((name, str(change)))
+    expected = {(name, change) for name in KNOWN for change in ("None", "[]", "x", "-1")}
+    expected |= {(name, "gone") for name in ("config", "step", "files")}  # The others may be newer than a checkpoint.
+    assert passed_over == expected - {("best_checkpoint", "x"), ("best_loss", "-1")}
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "1", "NaN", "\x00"])
+def test_manifests_that_are_none(copy, text):
+    (copy / "checkpoints" / "step-00000006" / "manifest.json").write_text(text)
+    assert train.find_checkpoint("auto", copy / "checkpoints")[0].name == "step-00000004"
+
+
+def test_checkpoints_on_another_disk(whole, copy, tmp_path):
+    """checkpoints/ is a link. The run saves, prunes, cleans up and continues there, and deletes nothing of others."""
+    disk = tmp_path / "disk"
+    (copy / "checkpoints").rename(disk)
+    (copy / "checkpoints").symlink_to(disk)
+    truncate(next(disk.glob("step-00000006/*.safetensors")))
+    (disk / ".step-00000005.tmp").mkdir()
+    for name in ".step-mine.tmp", "step-mine", "mine":
+        (disk / name).mkdir()
+    done = helpers.run(tmp_path, whole[0], "--run.keep_checkpoints", 1)
+    assert same(done.weights, whole[1].weights) and "after step 4" in done.output
+    assert done.checkpoints == [".step-mine.tmp", "mine", "step-00000006", "step-mine"]
+    assert (copy / "checkpoints").is_symlink() and complete(disk / "step-00000006")
+
+
 def test_half_written_files_are_removed(whole, copy, tmp_path):
     truncate(next(copy.glob("checkpoints/step-00000006/*.safetensors")))
     for name in "checkpoints/.step-00000006.tmp", "checkpoints/.step-00000005.tmp", ".model.tmp":
