@@ -195,6 +195,16 @@ def jsonl(*rows):
     return file("rows.jsonl", "".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows).encode())
 
 
+def files(*contents):
+    def make(tmp, data):
+        (tmp / "many").mkdir()
+        for number, content in enumerate(contents):
+            (tmp / "many" / f"{number}.jsonl").write_text(f"{content}\n")
+
+    return make
+
+
+USER = {"role": "user", "content": "a"}
 ROWS = {"data.files": ["TMP/rows.jsonl"]}
 TOKENS = ROWS | {"data.format": "tokens", "data.tokenizer": "bytes", "batch.global_batch_size": 1}
 EVALUATE = TOKENS | {"data.files": "DATA/tokens.jsonl", "data.eval_source.files": "TMP/rows.jsonl"}
@@ -262,7 +272,31 @@ case(
     make=jsonl({"text": "a", "title": "b"}),
 )
 case("default column absent", ROWS, "data.column", "'text'", "the data has content", make=jsonl({"content": "a"}))
-case("null text", ROWS, "data", "'text'", "null", make=jsonl({"text": "a"}, {"text": None}, {"text": "b"}))
+case(
+    "null text",
+    ROWS,
+    "data.column: 2 of 4 rows are null in 'text'",
+    "the first is row 1",
+    "data.drop_nulls: true",
+    make=jsonl({"text": "a"}, {"text": None}, {"text": "b"}, {"text": None}),
+)
+case(
+    "one bad file of many",
+    {"data.files": "TMP/many/*.jsonl"},
+    "cannot load TMP/many/2.jsonl: ",
+    "JSON",
+    "row 1",
+    make=files('{"text": "a"}', '{"text": "b"}', '{"text": "c"}\n{"text": "d', '{"text": "e'),
+)
+case(
+    "files of other columns",
+    {"data.files": "TMP/many/*.jsonl"},
+    "cannot load TMP/many/0.jsonl together with TMP/many/2.jsonl",
+    "body",
+    "text",
+    make=files('{"text": "a"}', '{"text": "b"}', '{"body": "c"}', '{"text": "d"}'),
+)
+case("chat for text", ROWS, "data.column", "'text'", "data.format chat", make=jsonl({"text": [USER]}))
 case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1}, {"text": 2}))
 case(
     "chat without a template",
@@ -288,6 +322,22 @@ case(
     "unexpected '}'",
     make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
 )
+case(
+    "unknown speaker",
+    TEMPLATE | {"data.eval_fraction": 0.5},  # The number is that of the file all the same.
+    "messages",
+    "row 3, counted from 0",
+    "'alien'",
+    "human, gpt",
+    make=jsonl(*[{"messages": [{"from": name, "value": "a"}]} for name in ("gpt", "gpt", "gpt", "alien")]),
+)
+case(
+    "chat that its template refuses",
+    TEMPLATE | {"data.chat_template": "DATA/strict.jinja"},
+    "row 1, counted from 0: TemplateError: no system",
+    make=jsonl({"messages": [USER]}, {"messages": [USER | {"role": "system"}]}),
+)
+case("chat without a role", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [{"a": "b"}]}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))
 case(
     "messages without a role",
@@ -296,7 +346,7 @@ case(
     "'messages'",
     "role",
     "content",
-    make=jsonl({"messages": [{"from": "human", "value": "hello"}]}),
+    make=jsonl({"messages": [{"speaker": "human", "says": "hello"}]}),
 )
 case(
     "tokenizer that cannot tell who speaks",
@@ -706,6 +756,10 @@ def data(tmp_path_factory):
     (data / "template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    )
+    (data / "strict.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     (data / "broken.jinja").write_text("{% for m in messages %}{% generation %}{{ m.role }")
     letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}

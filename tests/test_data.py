@@ -1,8 +1,16 @@
-"""What a document may be: in which columns and of which types, and what is said of one that cannot be used."""
+"""What a document may be: in which columns and of which types, and which rows are left out."""
 
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import transformers
-from helpers import run, tiny_config
+from helpers import ROOT, make_rows, run, tiny_config
+from test_finetune import END, START, by_hand, byte_tokenizer
+
+import train
 
 
 @pytest.fixture
@@ -25,3 +33,115 @@ def test_tokens_need_no_tokenizer(config, tmp_path):
     assert not list(done.folder.glob("model/token*")) and list(named.folder.glob("model/token*"))
     assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
     assert "In the loss is, for example: [" in done.output
+
+
+@pytest.mark.parametrize("values", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list, lambda values: pa.list_(values, 8)])
+def test_every_type_of_tokens(tmp_path, list_of, values):
+    rows = [row["input_ids"] for row in make_rows([8] * 5)]
+    rows = [[token % 100 for token in row] for row in rows]
+    table = pa.table({"input_ids": pa.array(rows, list_of(getattr(pa, values)()))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    config = train.Data(files=str(tmp_path), format="tokens", packing="none", sequence_length=8, eval_fraction=0.2)
+    parts = train.load_data(config, None, seed=0)
+    read = [part.read(row)[0].tolist() for part in parts for row in range(len(part))]
+    assert sorted(read) == sorted(rows)
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+def documents(folder, rows, format: str, saved: bool = False, **settings) -> list[dict]:
+    """What train.py makes of rows in a file, or in a data set that datasets has saved."""
+    source = {"path": str(folder / "rows")}
+    if saved:
+        datasets.Dataset.from_list(rows).save_to_disk(folder / "rows")
+    else:
+        source = {"files": str(folder / "rows.jsonl")}
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = train.Data(**source, format=format, tokenizer=byte_tokenizer(folder / "tokenizer", None), **settings)
+    tokenizer = train.load_tokenizer(config, train.Model())
+    return list(train.tokenize(train.load_documents(config, config), config, tokenizer))
+
+
+def test_a_prompt_is_not_learned(tmp_path):
+    rows = documents(tmp_path, [{"prompt": "2+2", "completion": "=4"}, {"prompt": "", "completion": "é"}], "text")
+    assert rows == [
+        {"input_ids": [*b"2+2=4", END], "labels": [-100] * 3 + [*b"=4", END]},
+        {"input_ids": [*"é".encode(), END], "labels": [*"é".encode(), END]},
+    ]
+
+
+def test_a_column_of_texts_goes_before_a_pair(tmp_path):
+    row = {"prompt": "a", "completion": "b", "text": "c"}
+    assert documents(tmp_path, [row], "text") == [{"input_ids": [*b"c", END]}]
+
+
+def test_tokens_that_reach_over_the_end_of_a_prompt():
+    """Byte pairs may join its last letter with the first of the completion. That token is learned."""
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.add_tokens(["bc"])
+    row = train.tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
+    a, bc, d, end = row["input_ids"][0]
+    assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
+
+
+@pytest.mark.parametrize(
+    "name, content", [("a.jsonl", '{"text": "a"}\n{"text": null}\n'), ("a.csv", "text,n\na,1\n,2\n")]
+)
+def test_nulls_are_left_out(tmp_path, capsys, name, content):
+    (tmp_path / name).write_text(content)
+    config = train.Data(files=str(tmp_path / name), drop_nulls=True)
+    assert train.load_documents(config, config)["text"][:] == ["a"]
+    assert "1 of 2 rows are null in 'text', and left out" in capsys.readouterr().out
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+OTHER_TOOL = {"type": "function", "function": {"name": "g", "arguments": {"day": 3}}}
+WITH_TOOLS = [
+    {"role": "user", "content": "?", "name": "Eve"},
+    {"role": "assistant", "content": None, "tool_calls": [TOOL, OTHER_TOOL]},
+    {"role": "tool", "content": "4", "tool_call_id": "x"},
+    {"role": "assistant", "content": "4!"},
+]
+CHATML = {"chat_template": str(ROOT / "configs" / "chat_template.jinja")}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["a file", "a saved data set"])
+def test_the_template_sees_the_messages_as_they_were_written(tmp_path, saved):
+    """Arrow gives each message the keys of all, and each call the arguments of all, with null in them."""
+    template = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+    (tmp_path / "template").write_text(template)
+    [row] = documents(tmp_path, [{"messages": WITH_TOOLS}], "chat", saved, chat_template=str(tmp_path / "template"))
+    text = bytes(row["input_ids"]).decode().replace("}{", "}\n{")
+    user, call, *answers = WITH_TOOLS
+    call = {"role": "assistant", "tool_calls": [TOOL, OTHER_TOOL]}  # transformers leaves out its content of null.
+    assert [json.loads(line) for line in text.splitlines()] == [user, call, *answers]
+
+
+def test_messages_of_sharegpt(tmp_path):
+    said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("user", "c"), ("assistant", "d"), ("function", "e")]
+    rows = [{"conversations": [{"from": who, "value": what} for who, what in said]}]
+    roles = ["system", "user", "assistant", "user", "assistant", "tool"]
+    expected = by_hand([(role, what) for role, (_, what) in zip(roles, said)], chatml=True)
+    assert documents(tmp_path, rows, "chat", **CHATML) == [expected]
+
+
+def test_only_the_completion_of_a_conversation_is_learned(tmp_path):
+    prompt = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    completion = [("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    pair = {"prompt": prompt, "completion": completion}
+    row = {name: [dict(zip(["role", "content"], turn)) for turn in turns] for name, turns in pair.items()}
+    whole, first = by_hand(prompt + completion, chatml=True), len(by_hand(prompt, chatml=True)["input_ids"])
+    expected = whole | {"labels": [-100] * first + whole["labels"][first:]}
+    assert expected["labels"].count(END) == 2 and expected["input_ids"][0] == START
+    assert documents(tmp_path, [row], "chat", **CHATML) == [expected]
+
+
+def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
+    good = {"messages": [{"role": "user", "content": "a"}]}
+    bad = {"messages": [{"role": "user", "content": None}]}
+    with pytest.raises(train.UserError, match="cannot use messages as chat: row 199, counted from 0: UndefinedError"):
+        documents(tmp_path, [good] * 199 + [bad], "chat", **CHATML)
