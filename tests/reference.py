@@ -17,10 +17,36 @@ from helpers import Done, difference
 Row = dict[str, list[int]]  # input_ids and, where not every token is to be learned, labels.
 
 
+def splitmix64(state: int) -> int:
+    """The number that the generator of Steele, Lea and Flood (OOPSLA 2014) gives in this state."""
+    state = (state + 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return state ^ state >> 31
+
+
+def row_at(seed: int, num_rows: int, epoch: int, position: int) -> int:
+    """Black and Rogaway (CT-RSA 2002): a generalized Feistel network, which is left only at a row that exists."""
+    lines = 2
+    while lines * lines < max(num_rows, 64):
+        lines += 2
+    columns = next(n for n in range(1, lines + 1) if n * lines >= max(num_rows, 64))
+    key, row = splitmix64(splitmix64(seed) + epoch), position
+    while True:
+        line, column = row // columns, row % columns
+        for half in range(12):
+            if half % 2 == 0:
+                line = (line + splitmix64(key + half * 2**40 + column) // 2) % lines
+            else:
+                column = (column + splitmix64(key + half * 2**40 + line) // 2) % columns
+        row = columns * line + column
+        if row < num_rows:
+            return row
+
+
 def shuffled(seed: int, num_rows: int, count: int) -> list[int]:
     """The first `count` row numbers of the endless stream of shuffled epochs."""
-    epochs = range(-(-count // num_rows))
-    return [int(row) for epoch in epochs for row in np.random.default_rng([seed, epoch]).permutation(num_rows)][:count]
+    return [row_at(seed, num_rows, *divmod(position, num_rows)) for position in range(count)]
 
 
 def learning_rate(optim: dict, step: int, max_steps: int) -> float:

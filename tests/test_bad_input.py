@@ -605,6 +605,14 @@ def edit_manifest(config=(), **entries):
     return edit
 
 
+def as_shuffled_by_numpy(folder):
+    """The manifest as it was when numpy shuffled: it does not name the order, and has another fingerprint."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["config"]["order of the rows"]
+    manifest["config"]["data fingerprint"] = 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 case("output_dir is a file", {"run.output_dir": "TMP/file"}, "run.output_dir", "TMP/file", make=file("file"))
 case(
     "output_dir below a file",
@@ -681,6 +689,16 @@ case(
     "--run.allow_changes true",
     "new run.output_dir",
     make=trained(),
+)
+case(
+    "rows in another order",
+    {},
+    "step-00000004 is of another version of train.py",
+    "shuffles the rows in another order",
+    "Finish the run with that version",
+    "new run.output_dir",
+    "--run.allow_changes true",
+    make=trained(as_shuffled_by_numpy),
 )
 case(
     "changed data",

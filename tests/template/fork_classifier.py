@@ -41,7 +41,7 @@ class Dataset:
     def __init__(self, images: datasets.Dataset, length: int, seed: int):
         self.images = images.with_format("numpy")
         self.lengths = np.full(len(images), length, np.int32)
-        self.permutation = permutations(len(self), seed)
+        self.seed = seed
 
     def read(self, row: int) -> np.ndarray:
         """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
