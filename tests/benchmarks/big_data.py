@@ -1,6 +1,7 @@
 """Does the index of 1e8 rows start quickly, stay small, and find the last step as fast as the first?
 
     python tests/benchmarks/big_data.py [--rows 100000000] [--packing none|concat] [--folder FOLDER]
+    python tests/benchmarks/big_data.py --shuffle
 
 Writes that many documents of 1 to 7 tokens as memory-mapped Arrow in the small record batches that `datasets` writes,
 and lets train.py's own functions load them in a process of its own for each of three starts: at step 1, in the middle
@@ -18,6 +19,8 @@ What it printed for 1e8 rows on 2 cores with other work on them, so that only th
 | bytes per row, held | 42 | 42 | 42 |
 
 late / first: start, processor 0.888, peak 1.000, held 1.001 (bound 1.1)
+
+With --shuffle it measures only how long it takes to find out which rows come next, for data of several sizes.
 """
 
 import argparse
@@ -102,10 +105,9 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
         seconds["start"] = clock() - begin
         seconds["start, processor"] = time.process_time() - busy  # Other work on the machine shows less in it.
         held = memory.now() - before
-        # Away from an epoch's end, so that no other permutation is made.
         at = clock()
-        for number in range(step - MANY, step) if where > 1 else range(step, step + MANY):
-            train.load_step(max(1, number), **load)
+        for number in range(step, step + MANY):
+            train.load_step(number, **load)
         rate = MANY * GLOBAL_BATCH / (clock() - at)
         some = np.random.default_rng(SEED).integers(0, len(data), 2000)
         at = clock()
@@ -122,13 +124,34 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
     } | seconds
 
 
+def measure_shuffle() -> None:
+    """The median time of train.py's shuffle() for the rows of a step, and for a million positions."""
+    import train
+
+    print("rows             1,024 positions, ms    1,000,000 positions, s")
+    for count in 10_000, 100_000_000, 1_000_000_000:
+        seconds = []
+        for size, times in (1024, 200), (1_000_000, 5):
+            took = []
+            for number in range(times):
+                begin = time.perf_counter()
+                train.shuffle(np.arange(number * size, (number + 1) * size), count, SEED)
+                took.append(time.perf_counter() - begin)
+            seconds.append(np.median(took))
+        print(f"{count:<13,} {seconds[0] * 1000:22.2f} {seconds[1]:25.2f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000_000, help="documents")
     parser.add_argument("--packing", choices=("none", "concat"), default="none")
     parser.add_argument("--folder", type=Path, help="kept afterwards; by default a temporary one")
+    parser.add_argument("--shuffle", action="store_true", help="measure only the order of the rows")
     parser.add_argument("--measure", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.shuffle:
+        measure_shuffle()
+        return 0
     if args.measure is not None:
         print(json.dumps(measure(args.folder, args.packing, args.measure)))
         return 0
