@@ -709,6 +709,16 @@ case(
     "new run.output_dir",
     make=trained(edit_manifest({"data fingerprint": 1})),
 )
+case(
+    "shorter than what is done",
+    {"run.max_steps": 3, "run.allow_changes": True},
+    "run.max_steps",
+    "would end after step 3",
+    "TMP/out/checkpoints/step-00000004 is of a later one",
+    "at least 4 steps",
+    "new run.output_dir",
+    make=trained(),
+)
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case(
     "init_from of a wider model",
