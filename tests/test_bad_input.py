@@ -177,6 +177,13 @@ case(
     "model.lora",
     "use float32",
 )
+case("patience without evaluation", {"run.patience": 2}, "run.patience needs data.eval_fraction or eval_source")
+case(
+    "patience without evaluations",
+    {"run.patience": 2, "run.eval_every": 0, "data.eval_fraction": 0.1},
+    "run.patience needs",
+    "run.eval_every",
+)
 case("split of files", {"data.split": "validation"}, "data", "split", "files", "path")
 case("warmup longer than the run", {"optim.warmup_steps": 5}, "optim.warmup_steps", "exceeds the run's 4 steps")
 case(

@@ -411,15 +411,44 @@ def test_processes_that_do_not_see_each_other(whole, tmp_path, monkeypatch, devi
     assert not list(tmp_path.rglob("status.json"))
 
 
-def test_the_best_is_kept_and_exported(tmp_path):
-    """Two rows of noise are learned by heart, so the loss on others rises in the end. The best step, here of an earlier
-    launch, is kept beside the newest, and is what model/ holds."""
-    config = tiny_config(tmp_path)
+def config_of_noise(folder):
+    """Two rows of noise are learned by heart, so the loss on others rises in the end."""
+    config = tiny_config(folder)
     noise = [{"input_ids": row} for row in np.random.default_rng(9).integers(3, 40, (2, 24)).tolist()]
-    config["data"]["path"] = str(write_rows(tmp_path / "noise", noise))
+    config["data"]["path"] = str(write_rows(folder / "noise", noise))
     config["batch"]["global_batch_size"] = 2
     config["optim"] |= {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.01}
-    config["run"] |= {"eval_every": 2, "keep_checkpoints": 1, "keep_best": True}
+    config["run"]["eval_every"] = 2
+    return config
+
+
+def test_patience(tmp_path):
+    """The run finishes after 3 evaluations in a row that are not the best so far, and so does one that is continued on
+    2 processes from the second of them. More patience goes on."""
+    config = config_of_noise(tmp_path)
+    config["run"] |= {"save_every": 2, "keep_checkpoints": 3}
+    patient = run(tmp_path, config, "--run.output_dir", tmp_path / "patient")
+    losses = patient.logged("eval/loss")
+    last = next(n for n in range(4, len(losses) + 1) if min(losses[: n - 3]) < min(losses[n - 3 : n]))
+    assert 2 * last < 30  # Otherwise there is nothing to wait for.
+
+    done = run(tmp_path, config, "--run.patience", 3)
+    end = {"status": "finished", "step": 2 * last}
+    assert done.status == end and done.logged("eval/loss") == losses[:last]
+    assert "run.patience: 3 evaluations" in done.output and done.checkpoints[-1] == f"step-{2 * last:08d}"
+    assert "Finished already" in run(tmp_path, config, "--run.patience", 3).output
+
+    shutil.rmtree(done.folder / "checkpoints" / done.checkpoints[-1])
+    continued = launch(tmp_path, config, "--run.patience", 3, processes=2, warm=True)
+    assert continued.status == end and continued.launches == [0, 2 * last - 2]
+    assert difference(continued.weights, done.weights) < 1e-5
+    assert run(tmp_path, config, "--run.patience", 4).status == {"status": "finished", "step": 2 * last + 2}
+
+
+def test_the_best_is_kept_and_exported(tmp_path):
+    """The best step, here of an earlier launch, is kept beside the newest, and is what model/ holds."""
+    config = config_of_noise(tmp_path)
+    config["run"] |= {"keep_checkpoints": 1, "keep_best": True}
     names = {}
     for max_steps in 12, 20:
         done = run(tmp_path, config, "--run.max_steps", max_steps)

@@ -88,6 +88,15 @@ def keep_best(script: Script) -> None:
     script.drop_field("Progress.best_checkpoint", "")
 
 
+def patience(script: Script) -> None:
+    script.drop_setting("run.patience", 0)
+    script.drop_statements("Config.check", "run.patience")
+    script.drop_statements("training_loop", "count_evaluation")
+    script.drop_definition("Progress.count_evaluation")
+    script.drop_field("Progress.lowest_loss")
+    script.drop_field("Progress.evaluations_in_vain", 0)
+
+
 def chunked_loss(script: Script) -> None:
     script.drop_setting("model.chunked_loss", False)
     script.drop_parameter("compute_loss", "chunked", False)
@@ -97,6 +106,7 @@ def chunked_loss(script: Script) -> None:
 def evaluation(script: Script) -> None:
     samples(script)
     keep_best(script)
+    patience(script)
     script.drop_definition("evaluate")
     script.drop_field("Setup.eval_data", None)
     script.drop_returned("load_data", 1)
@@ -134,6 +144,7 @@ FEATURES = {
     "compile": compile,
     "auto": auto,
     "keep_best": keep_best,
+    "patience": patience,
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,

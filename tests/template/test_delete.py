@@ -18,9 +18,9 @@ from surgery import Script
 import train
 
 SOURCE = TRAIN.read_text()
-# Each feature alone, and all of them. Evaluation takes the samples and the best checkpoint along.
+# Each feature alone, and all of them. Evaluation takes the samples, the best checkpoint and patience along.
 CASES = {name: [name] for name in FEATURES}
-CASES["everything"] = [name for name in FEATURES if name not in ("samples", "keep_best")]
+CASES["everything"] = [name for name in FEATURES if name not in ("samples", "keep_best", "patience")]
 
 
 def numbers(line: dict) -> dict:
