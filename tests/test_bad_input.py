@@ -267,8 +267,9 @@ case(
     {"data.files": [], "data.path": "nobody/nothing"},
     "data",
     "nobody/nothing",
-    "network",
-    "local",
+    "check the name",
+    "hf auth login",
+    "local folder without network",
 )
 case(
     "wrong column",
@@ -493,8 +494,9 @@ case(
     {"data.tokenizer": "nobody/nothing"},
     "data.tokenizer",
     "nobody/nothing",
-    "network",
-    "local folder",
+    "check the name",
+    "hf auth login",
+    "local folder without network",
 )
 case("unknown model type", architecture(model_type="lama"), "model", "lama", "llama")
 case("not a causal model", {"model.architecture": {"model_type": "vit"}}, "model", "vit", "causal")
@@ -556,8 +558,9 @@ case(
     PRETRAINED | {"model.pretrained": "nobody/nothing"},
     "model",
     "nobody/nothing",
-    "network",
-    "local folder",
+    "check the name",
+    "hf auth login",
+    "local folder without network",
 )
 case("model config is no json", PRETRAINED, "model", "TMP/model", "json", make=model_folder(config=b"{"))
 case("model without weights", PRETRAINED, "model", "TMP/model", "safetensors", make=model_folder(model=None))
