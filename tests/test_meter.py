@@ -305,7 +305,7 @@ def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path.name))
-    profiler, calls_after = train.Profiler([2, 3], tmp_path, gpu=True), []
+    profiler, calls_after = train.Profiler([2, 3], tmp_path, torch.device("cuda")), []
     for step in range(5):
         profiler.after_step(step)
         calls_after.append(list(calls))

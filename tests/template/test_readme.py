@@ -357,3 +357,25 @@ def test_every_config_has_a_plan(config, capsys):
     settings, _ = train.load_config(["--config", str(config)])
     rows, length = settings.global_batch_size, settings.data.sequence_length
     assert f"{rows:,} rows x {length:,} " in head and f"{rows * length:,} tokens per step" in head
+
+
+def asks_for_a_gpu(node: ast.AST) -> bool:
+    """Whether there is a word about cuda, or about torch.accelerator, in a piece of code."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and part.value == "cuda":
+            return True
+        if isinstance(part, ast.Attribute) and ast.unparse(part) in ("torch.cuda", "torch.accelerator"):
+            return True
+    return False
+
+
+def test_what_only_a_gpu_runs_is_listed():
+    functions = {}
+    for node in ast.parse((ROOT / "train.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            functions |= {f"{node.name}.{part.name}": part for part in node.body if isinstance(part, ast.FunctionDef)}
+    [table] = re.findall(r"^\| in `train.py` .*\n((?:\|.*\n)+)", (ROOT / "tests" / "README.md").read_text(), re.M)
+    listed = {name for line in table.splitlines() for name in re.findall(r"`([\w.]+)`", line.split("|")[1])}
+    assert listed == {name for name, node in functions.items() if asks_for_a_gpu(node)}
