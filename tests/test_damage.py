@@ -108,7 +108,7 @@ def test_all_checkpoints_damaged(whole, copy, tmp_path):
 
 
 KNOWN = ("config", "step", "skipped_steps", "skipped_in_a_row", "rows", "tokens", "real_tokens", "target_tokens")
-KNOWN += ("best_loss", "best_checkpoint", "files")
+KNOWN += ("best_loss", "best_checkpoint", "lowest_loss", "evaluations_in_vain", "files")
 
 
 def test_damaged_fields_of_a_manifest(copy):
@@ -127,7 +127,7 @@ def test_damaged_fields_of_a_manifest(copy):
             passed_over.add((name, str(change)))
     expected = {(name, change) for name in KNOWN for change in ("None", "[]", "x", "-1")}
     expected |= {(name, "gone") for name in ("config", "step", "files")}  # The others may be newer than a checkpoint.
-    assert passed_over == expected - {("best_checkpoint", "x"), ("best_loss", "-1")}
+    assert passed_over == expected - {("best_checkpoint", "x"), ("best_loss", "-1"), ("lowest_loss", "-1")}
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "1", "NaN", "\x00"])
