@@ -48,6 +48,21 @@ def test_every_type_of_tokens(tmp_path, list_of, values):
     assert sorted(read) == sorted(rows)
 
 
+@pytest.mark.parametrize(
+    "name, advice", [("attention_mask", "leave it out"), ("completion_mask", "labels"), ("assistant_masks", "labels")]
+)
+def test_tokens_that_other_programs_mask(tmp_path, name, advice):
+    """Padding, or a prompt, would be learned: only labels are read. A mask of ones says nothing and is passed over."""
+    config = train.Data(files=str(tmp_path), format="tokens")
+    for mask in ([1, 1, 1], [0, 1, 1]):
+        row = {"input_ids": [5, 6, 7], name: mask}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        if all(mask):
+            assert train.load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+    with pytest.raises(train.UserError, match=f"{name}' has 0 for .*{advice}"):
+        train.load_documents(config, config)
+
+
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
