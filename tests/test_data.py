@@ -111,6 +111,21 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
     assert "1 of 2 rows are null in 'text', and left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "name, content, texts",
+    [
+        ("a.csv", "text,n\nNone,1\nNA,2\nnull,3\n", ["None", "NA", "null"]),
+        ("a.txt", "\ufeffhi\r\n", ["hi\n"]),
+        ("a.csv", "\ufefftext,n\r\nhi,1\r\n", ["hi"]),
+        ("a.jsonl", '\ufeff{"text": "hi"}\r\n', ["hi"]),
+    ],
+)
+def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, texts):
+    (tmp_path / name).write_text(content, newline="")
+    config = train.Data(files=str(tmp_path / name))
+    assert train.load_documents(config, config)["text"][:] == texts
+
+
 # Conversations -------------------------------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
