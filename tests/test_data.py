@@ -159,6 +159,17 @@ def test_messages_of_sharegpt(tmp_path):
     assert documents(tmp_path, rows, "chat", **CHATML) == [expected]
 
 
+def test_a_content_in_parts_is_their_text(tmp_path):
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    row = [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}]
+    assert documents(tmp_path, [{"messages": row}], "chat", **CHATML) == [
+        by_hand([("user", "a"), ("assistant", "bc")], chatml=True)
+    ]
+    parts[0] = {"type": "image", "url": "a.png"}
+    with pytest.raises(train.UserError, match="row 0, counted from 0: a content has the part .*a.png"):
+        documents(tmp_path, [{"messages": row}], "chat", **CHATML)
+
+
 def test_only_the_completion_of_a_conversation_is_learned(tmp_path):
     prompt = [("user", "a"), ("assistant", "b"), ("user", "c")]
     completion = [("assistant", "d"), ("user", "e"), ("assistant", "f")]
