@@ -126,6 +126,28 @@ def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, tex
     assert train.load_documents(config, config)["text"][:] == texts
 
 
+@pytest.mark.parametrize(
+    "source, held_out, shared",
+    [
+        ({"files": "docs"}, {"files": ["c.txt", "a.txt"]}, "docs/a.txt."),
+        ({"files": "docs"}, {"files": "docs"}, "docs/a.txt and 1 more files."),
+        ({"files": "docs"}, {"files": "c.txt"}, None),
+        ({"path": "docs"}, {"path": "docs"}, "docs, split train."),
+        ({"path": "docs"}, {"files": "c.txt"}, None),
+    ],
+)
+def test_evaluation_on_what_is_trained_on_is_told(tmp_path, monkeypatch, capsys, source, held_out, shared):
+    """Also where a file has two names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/a.txt", "docs/b.txt", "c.txt"):
+        (tmp_path / name).write_text("some words")
+    (tmp_path / "a.txt").symlink_to("docs/a.txt")
+    train.load_data(train.Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
+    told = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
+    assert len(told) == bool(shared) and all(line.endswith(shared) for line in told)
+
+
 # Conversations -------------------------------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}

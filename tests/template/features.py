@@ -114,6 +114,7 @@ def evaluation(script: Script) -> None:
     script.drop_setting("eval.max_rows", None)
     script.drop_setting("data.eval_fraction", 0)
     script.drop_setting("data.eval_source", None)
+    script.drop_definition("say_what_is_shared")
     script.drop_statements("load_source", "data.eval_source")
     script.drop_clause("Dataset.__init__", "data.eval_source")
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
