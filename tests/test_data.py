@@ -173,6 +173,14 @@ def test_the_template_sees_the_messages_as_they_were_written(tmp_path, saved):
     assert [json.loads(line) for line in text.splitlines()] == [user, call, *answers]
 
 
+def test_a_last_character_of_several_tokens_is_learned_whole(tmp_path):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    (tmp_path / "template").write_text(template)
+    row = [{"role": "assistant", "content": content} for content in ("a🙂", "é", "b")]
+    [row] = documents(tmp_path, [{"messages": row}], "chat", chat_template=str(tmp_path / "template"))
+    assert row["labels"] == [*"a🙂".encode(), -100, *"é".encode(), -100, *b"b", -100]
+
+
 def test_messages_of_sharegpt(tmp_path):
     said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("user", "c"), ("assistant", "d"), ("function", "e")]
     rows = [{"conversations": [{"from": who, "value": what} for who, what in said]}]
