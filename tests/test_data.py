@@ -1,6 +1,7 @@
 """What a document may be: in which columns and of which types, and which rows are left out."""
 
 import json
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 import transformers
 from helpers import ROOT, make_rows, run, tiny_config
 from test_finetune import END, START, by_hand, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import train
 
@@ -99,6 +101,21 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     row = train.tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
+
+
+@pytest.mark.parametrize(
+    "single, ids", [("$A", b"ab"), ("<s> $A", [259, *b"ab"]), ("<s> $A <|im_end|>", [259, *b"ab"])]
+)
+def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
+    """Llama's tokenizer, for example, begins each text with a token. T5's ends it with one, which no prompt has."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, None))
+    tokenizer.add_tokens(["<s>"], special_tokens=True)
+    specials = [("<s>", 259), ("<|im_end|>", END)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
+    config = mock.Mock(data=train.Data(files="a.txt"))
+    assert train.encode_prompt("ab", config, tokenizer)["input_ids"].tolist() == [list(ids)]
+    [text] = train.tokenize_text({"text": ["ab"]}, [0], ["text"], tokenizer)["input_ids"]
+    assert text == [*ids, END]
 
 
 @pytest.mark.parametrize(
