@@ -12,6 +12,8 @@ from pathlib import Path
 
 import helpers
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -211,6 +213,7 @@ def files(*contents):
     return make
 
 
+FIXED = pa.table({"input_ids": pa.array([[1, 2]] * 9, pa.list_(pa.int32(), 2))})
 USER = {"role": "user", "content": "a"}
 ROWS = {"data.files": ["TMP/rows.jsonl"]}
 TOKENS = ROWS | {"data.format": "tokens", "data.tokenizer": "bytes", "batch.global_batch_size": 1}
@@ -392,6 +395,13 @@ case(
     "no target",
     "labels",
     make=jsonl(*[{"input_ids": [1, 2], "labels": [-100] * 2}] * 9),
+)
+case(
+    "lists of a fixed size",
+    TOKENS | {"data.files": "TMP/rows.parquet", "data.packing": "best_fit"},
+    "data.packing best_fit",
+    "use concat or none",
+    make=lambda tmp, data: pq.write_table(FIXED, tmp / "rows.parquet"),
 )
 case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=jsonl(*[{"input_ids": [1]}] * 9))
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
