@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import transformers
-from helpers import ROOT, make_rows, run, tiny_config
+from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from test_finetune import END, START, by_hand, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -213,7 +213,7 @@ def test_a_content_in_parts_is_their_text(tmp_path):
         by_hand([("user", "a"), ("assistant", "bc")], chatml=True)
     ]
     parts[0] = {"type": "image", "url": "a.png"}
-    with pytest.raises(train.UserError, match="row 0, counted from 0: a content has the part .*a.png"):
+    with pytest.raises(train.UserError, match="row 0, counted from 0: ValueError: a content has the part .*a.png"):
         documents(tmp_path, [{"messages": row}], "chat", **CHATML)
 
 
@@ -228,8 +228,39 @@ def test_only_the_completion_of_a_conversation_is_learned(tmp_path):
     assert documents(tmp_path, [row], "chat", **CHATML) == [expected]
 
 
+def chat_config(folder, messages: list) -> dict:
+    """For a short run on conversations, enough of them to be tokenized by several processes."""
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": 5}
+    path = write_rows(folder / "chats", [{"messages": turns} for turns in messages])
+    tokenizer, template = byte_tokenizer(folder / "tokenizer", None), str(ROOT / "configs" / "chat_template.jinja")
+    data = {"path": str(path), "format": "chat", "tokenizer": tokenizer, "chat_template": template}
+    return config | {"data": data | {"sequence_length": 24}}
+
+
+GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_conversations_are_tokenized_once(tmp_path):
+    """A launch finds in the cache what another one made. As `python train.py`: an import would have other names."""
+    config, made = chat_config(tmp_path, [GOOD] * 200), []
+    for name in "first", "second":
+        done = launch(tmp_path, config, "--run.output_dir", tmp_path / name, processes=None, warm=True)
+        assert "Warning" not in done.output
+        made.append(sorted(path.name for path in (tmp_path / "chats").glob("cache-*")))
+    assert made[0] == made[1] != []
+
+
 def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
-    good = {"messages": [{"role": "user", "content": "a"}]}
-    bad = {"messages": [{"role": "user", "content": None}]}
-    with pytest.raises(train.UserError, match="cannot use messages as chat: row 199, counted from 0: UndefinedError"):
-        documents(tmp_path, [good] * 199 + [bad], "chat", **CHATML)
+    bad = [{"role": "user", "content": None}]
+    config = chat_config(tmp_path, [GOOD] * 199 + [bad])
+    done = launch(tmp_path, config, processes=None, warm=True, expect=2)
+    [message] = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert "cannot use messages as chat: row 199, counted from 0: UndefinedError: " in message
+
+
+def test_no_documents(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([None, None], pa.string())}), tmp_path / "a.parquet")
+    config = train.Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)
+    with pytest.raises(train.UserError, match="there are no documents"):
+        train.load_documents(config, config)
