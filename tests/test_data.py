@@ -251,6 +251,21 @@ def test_conversations_are_tokenized_once(tmp_path):
     assert made[0] == made[1] != []
 
 
+def test_dates_are_not_learned_as_another_text(tmp_path):
+    """Where all texts are dates, a .jsonl is read as times, and "2024-05-01" would be learned as something else."""
+    row = {"messages": [{"role": role, "content": "2024-05-01"} for role in ("user", "assistant")]}
+    with pytest.raises(train.UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
+        documents(tmp_path, [row], "chat", **CHATML)
+    with pytest.raises(train.UserError, match="'completion' holds timestamp.*, not text; .* save them as .parquet"):
+        documents(tmp_path, [{"prompt": "When?", "completion": "2024-05-01"}], "text")
+
+
+def test_columns_that_are_not_read_are_told(tmp_path, capsys):
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3}
+    documents(tmp_path, [row], "chat", **CHATML)
+    assert "Data: columns read: messages; not read: tools, id.\n" in capsys.readouterr().out
+
+
 def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
     bad = [{"role": "user", "content": None}]
     config = chat_config(tmp_path, [GOOD] * 199 + [bad])
