@@ -1,8 +1,10 @@
 """data.files: which files are read, each by its own name, and what a !pattern leaves out."""
 
 import gzip
+import json
 import os
 import re
+import shutil
 
 import pytest
 from helpers import run, tiny_config, write_config
@@ -91,6 +93,21 @@ def test_lines_of_json_by_any_name(tmp_path, name):
     content = b'{"text": "one"}\n{"text": "two"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert texts(str(tmp_path / name)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zip", "a.jsonl.tar.gz", "a.zip", "a.tar.gz", "a-2.0.zip"])
+def test_an_archive_tells_by_its_name_what_is_in_it(tmp_path, name):
+    """Otherwise the lines of JSON in it would be learned as one text."""
+    for number in "12":
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{number}.jsonl").write_text(json.dumps({"text": number}) + "\n")
+    stem, kind = re.match(r"(.*)\.(zip|tar.gz)", str(tmp_path / name)).groups()
+    shutil.make_archive(stem, "gztar" if kind == "tar.gz" else kind, tmp_path / "in")
+    if ".jsonl" in name:
+        assert texts(str(tmp_path / name)) == ["1", "2"]
+    else:
+        with pytest.raises(train.UserError, match=f"data.files: .*{name}: unpack it, or name it"):
+            texts(str(tmp_path / name))
 
 
 def test_a_compressed_text(tmp_path):
