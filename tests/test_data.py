@@ -251,6 +251,20 @@ def test_conversations_are_tokenized_once(tmp_path):
     assert made[0] == made[1] != []
 
 
+def test_a_prompt_that_its_template_changes(tmp_path):
+    """Many templates show the thinking of the last turn only. Alone, such a prompt is longer than in the whole."""
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content if loop.last else 'b' }}{% endgeneration %}{% endfor %}"
+    )
+    (tmp_path / "template").write_text(template)
+    row = {"prompt": "<think>a lot</think>b", "completion": "c"}
+    row = {name: [{"role": "assistant", "content": content}] for name, content in row.items()}
+    with pytest.raises(
+        train.UserError, match="row 0, counted from 0: ValueError: the chat template changes the prompt"
+    ):
+        documents(tmp_path, [row], "chat", chat_template=str(tmp_path / "template"))
+
+
 def test_dates_are_not_learned_as_another_text(tmp_path):
     """Where all texts are dates, a .jsonl is read as times, and "2024-05-01" would be learned as something else."""
     row = {"messages": [{"role": role, "content": "2024-05-01"} for role in ("user", "assistant")]}
