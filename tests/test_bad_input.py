@@ -741,6 +741,13 @@ case(
 )
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case(
+    "init_from of a run that began with other weights",
+    {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
+    "run.init_from: None in the checkpoint, 'DATA/trained/checkpoints/step-00000004' now",
+    "new run.output_dir",
+    make=trained(),
+)
+case(
     "init_from of a wider model",
     architecture(hidden_size=32) | {"run.init_from": "DATA/trained/checkpoints/step-00000004"},
     "DATA/trained/checkpoints/step-00000004 is of another model",
