@@ -794,6 +794,7 @@ case(
     env={"PARALLELISM_CONFIG_TP_SIZE": "2"},
 )
 case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
+case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})
 
 
 @pytest.fixture(scope="module")

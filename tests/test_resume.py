@@ -411,6 +411,15 @@ def test_processes_that_do_not_see_each_other(whole, tmp_path, monkeypatch, devi
     assert not list(tmp_path.rglob("status.json"))
 
 
+def test_a_rank_without_a_launcher(whole, tmp_path, monkeypatch):
+    """Left in the environment by another tool, RANK would make of the only process one that leaves the checkpoints to
+    the main process."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)  # Other ranks leave the message to the main process.
+    assert "unset" in run(tmp_path, whole[0], expect=2).output
+    assert not list(tmp_path.rglob("status.json"))
+
+
 def config_of_noise(folder):
     """Two rows of noise are learned by heart, so the loss on others rises in the end."""
     config = tiny_config(folder)
