@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import itertools
 import json
 import re
@@ -387,6 +388,17 @@ def test_a_stop_right_after_a_save_saves_no_more(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(train.dcp, "save", lambda *args, **options: saves.append(1) or write(*args, **options))
     done = helpers.run(tmp_path, whole[0])
     assert done.status == {"status": "stopped", "step": 2} and done.checkpoints == ["step-00000002"] and len(saves) == 1
+
+
+def test_terminal_that_knows_few_characters(whole, tmp_path, monkeypatch):
+    """What it cannot show of a sample ends no run."""
+    monkeypatch.setattr(train, "draw_curves", lambda folder: None)
+    monkeypatch.setattr(train, "flops_per_token", helpers.flops_per_token)
+    config = helpers.write_config(tmp_path, whole[0] | {"eval": {"prompts": ["é😀"], "max_new_tokens": 1}})
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as terminal:
+        assert train.main(["--config", str(config), "--run.max_steps", "5"]) == 0
+    terminal.seek(0)
+    assert "--- sample 0\n??" in terminal.read()
 
 
 def test_disk_full_while_exporting(whole, copy, tmp_path):
