@@ -116,10 +116,12 @@ def test_finished_and_started_again(again):
     assert done.status == {"status": "finished", "step": 30} and done.losses == losses
 
 
-def test_killed_between_the_last_checkpoint_and_the_export(whole, again):
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_without_the_model(whole, again, status):
+    """A run that was killed between the last checkpoint and the export, or whose model was deleted, exports it."""
     config, before = again
     shutil.rmtree(before.folder / "model")
-    (before.folder / "status.json").write_text('{"status": "running", "step": 0}')
+    (before.folder / "status.json").write_text(json.dumps({"status": status, "step": 30}))
     done = run(before.folder.parent, config)
     assert done.status == {"status": "finished", "step": 30}
     assert_same(done, whole[1])
