@@ -493,6 +493,11 @@ def model_with_code(tmp, data):
     (tmp / "model" / "own.py").write_text(f"open({str(tmp / 'executed')!r}, 'w')\nclass Own: pass\n")
 
 
+def adapter(tmp, data):
+    (tmp / "model").mkdir()
+    (tmp / "model" / "adapter_config.json").write_text("{}")
+
+
 def architecture(**settings):
     return {"model.architecture": LLAMA | settings}
 
@@ -575,6 +580,7 @@ case(
 case("model config is no json", PRETRAINED, "model", "TMP/model", "json", make=model_folder(config=b"{"))
 case("model without weights", PRETRAINED, "model", "TMP/model", "safetensors", make=model_folder(model=None))
 case("model weights cut short", PRETRAINED, "model", "TMP/model", make=model_folder(model=b"\x10\0\0\0\0\0\0\0{"))
+case("model is an adapter", PRETRAINED, "model.pretrained", "adapter", "merge", make=adapter)
 case("model weights incomplete", PRETRAINED, "model", "TMP/model", "mlp", make=half_a_model)
 case("model with its own code", PRETRAINED, "model", "TMP/model", "trust_remote_code", make=model_with_code)
 case(
@@ -768,6 +774,7 @@ case(
 # The command line and the launch -------------------------------------------------------------------------------------
 
 case("no arguments", {}, "--config FILE", argv=[])
+case("two configs", {}, "one --config FILE", argv=["--config", "DATA/trained.yaml", *CONFIG])
 case("option without a value", {}, "--run.max_steps", "--section.field VALUE", argv=[*CONFIG, "--run.max_steps"])
 case("stray word", {}, "fast", "--section.field VALUE", argv=[*CONFIG, "fast"])
 case("unknown override", {}, "unknown key", "did you mean run.max_steps", argv=[*CONFIG, "--run.max_step", "3"])
