@@ -590,6 +590,23 @@ case(
     "32 positions",
     make=model_folder(),
 )
+case(
+    "rope of the longest row",
+    architecture(
+        model_type="phi3",
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ),
+    "longrope",
+    "batch.max_micro_batch_size: 1",
+    "data.sequence_length to at most 16",
+)
 case("lora target", {"model.lora.target_modules": ["nope_proj"]}, "model", "nope_proj", "target modules")
 case(
     "lora without targets",  # Those of an Olmo are not known to peft.
