@@ -345,13 +345,12 @@ def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
     assert abs(losses[1] - losses[0]) > 1e-3
 
 
-def test_dropout_that_is_no_module_is_told(tmp_path):
-    """That of a Llama is a number that its attention uses."""
+@pytest.mark.parametrize("name, setting", [("llama", "attention_dropout"), ("falcon", "hidden_dropout")])
+def test_dropout_that_is_no_module_is_told(tmp_path, name, setting):
+    """It is a number that the attention uses, or the layer."""
     config = tiny_config(tmp_path)
     config["run"] |= {"max_steps": 1}
     config["optim"]["warmup_steps"] = 0
-    folder = tiny_model(tmp_path / "start")
-    found = transformers.AutoConfig.from_pretrained(folder)
-    found.attention_dropout = 0.5
-    found.save_pretrained(folder)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config["model"] = {"architecture": {"model_type": name, **shape, setting: 0.5}}
     assert "Dropout is on" in run(tmp_path, config).output
