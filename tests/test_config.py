@@ -302,6 +302,7 @@ def test_an_empty_file_is_only_incomplete(refusal):
         (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),
         (["--model.architecture", "null", "--model.pretrained", "./x"], "model.pretrained", "./x"),
         (["--data.eval_source.path", "held-out"], "data.eval_source.path", "held-out"),
+        (["--run.output_dir=~/run"], "run.output_dir", str(Path.home() / "run")),
     ],
 )
 def test_overrides(load, words, path, value):
