@@ -5,8 +5,8 @@ asks this process to fork instead. What runs is train.py from its first line, in
 environment that Accelerate's own code computes for the same command line, and what torchrun adds to it. As under
 torchrun, the first rank that fails ends the others, and a SIGTERM to the launcher is passed on to all.
 
-What stays different, and why each feature keeps some real commands: the launcher itself, the order of imports, and the
-hashes of strings, which are the same in all ranks here.
+What stays different, and why each feature keeps some real commands: the launcher itself, the order of imports, the
+hashes of strings, which are the same in all ranks here, and the end of the interpreter, which end() leaves out.
 """
 
 import atexit
