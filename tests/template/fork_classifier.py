@@ -24,6 +24,7 @@ def edit(script: Script) -> None:
     script.drop_field("Setup.tokenizer")
     script.drop_statements("export_model", "setup.tokenizer")
     script.drop_statements("announce", "example")
+    script.drop_statements("announce", "setup.tokenizer")
     script.drop_statements("build_setup", "check_model")
     script.drop_statements("build_setup", "stop_after_turns")
     script.drop_statements("build_setup", "use_special_tokens")
