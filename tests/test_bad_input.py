@@ -938,7 +938,8 @@ def test_enough_cases():
     "processes, changes, word, rows, env, warm",
     [
         (1, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, True),
-        (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, False),  # Every rank finds it,
+        (2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, True),  # Every rank finds it,
+        pytest.param(2, {"run.max_stepz": 5}, "did you mean run.max_steps", [], {}, False, marks=pytest.mark.slow),
         (2, {"run.output_dir": "TMP/config.yaml"}, "run.output_dir", [], {}, True),  # only the main process,
         (2, TOKENS | {"batch.global_batch_size": 2}, "999", [[1, 2], [1, 2, 999]], {}, True),  # only another rank.
         (2, {}, "launch", [], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}, True),

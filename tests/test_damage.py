@@ -472,6 +472,7 @@ def test_not_finite_on_one_rank(whole, tmp_path):
     assert done.checkpoints == ["step-00000002"]
 
 
+@pytest.mark.slow
 def test_less_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
     done, messages = launch(tmp_path, patch, whole[0], "--batch.max_micro_batch_size", "auto")
@@ -479,6 +480,7 @@ def test_less_memory_on_one_rank(whole, tmp_path):
     assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank(whole, tmp_path):
     patch = "test_damage.limit_memory(pytest.MonkeyPatch(), 2)"
     done, messages = launch(tmp_path, patch, whole[0], expect=1)
@@ -492,6 +494,7 @@ def slow_rename(monkeypatch):
     monkeypatch.setattr(train.os, "replace", lambda old, new: time.sleep("step-" in str(new)) or replace(old, new))
 
 
+@pytest.mark.slow
 def test_other_ranks_wait_for_the_best_checkpoint(whole, tmp_path):
     """The last step is the best. No rank looks for it before the main process has given it its name."""
     patch = "test_damage.slow_rename(pytest.MonkeyPatch())"

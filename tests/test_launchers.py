@@ -92,9 +92,18 @@ def assert_same(done: Done, one: Done, after: int = 0) -> None:
     assert difference(done.weights, one.weights) < 1e-5
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "real command"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, real",
+    [
+        ("DDP", False),
+        ("FSDP2", False),
+        pytest.param("DDP", True, marks=pytest.mark.slow),
+        pytest.param("FSDP2", True, marks=pytest.mark.slow),
+        pytest.param("HSDP", True, marks=pytest.mark.slow),
+    ],
+)
 def test_is_the_run_of_one_process(runs, case, real):
+    """By the real command, too."""
     one = runs(None)
     assert 5 < (np.array(one.logged("train/grad_norm")) > 1.1).sum() < 25  # Clipping matters in some steps only.
     assert_same(runs(case, real=real), one)
