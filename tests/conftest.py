@@ -44,6 +44,9 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.get_closest_marker("slow"))  # First, so that nobody waits for the last one.
 
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # A shell has started the tests in the background. What they
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # start would ignore Ctrl-C, too.
+
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import transformers
 from contest import compete, contend, spread
+from reference import shuffled
 
 ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in turns of LOG_EVERY steps.
 PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
@@ -48,7 +49,7 @@ def make_ids(steps: int) -> np.ndarray:
 
 def in_order(ids: np.ndarray) -> torch.Tensor:
     """The rows in the order in which train.py takes them: for those that do not shuffle for themselves."""
-    return torch.from_numpy(ids[np.random.default_rng([SEED, 0]).permutation(len(ids))])
+    return torch.from_numpy(ids[shuffled(SEED, len(ids), len(ids))])
 
 
 def new_model() -> torch.nn.Module:
