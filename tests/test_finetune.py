@@ -403,6 +403,7 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
     assert run(tmp_path, config, *settings).losses == done.losses[2:]
 
 
+@pytest.mark.slow
 def test_lora_beside_weights_in_bf16(lora, tmp_path):
     """The frozen weights are bf16 in memory, the adapters are float32 there and in the export."""
     config, _, truth = lora("all-linear")

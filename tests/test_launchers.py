@@ -109,6 +109,7 @@ def test_is_the_run_of_one_process(runs, case, real):
     assert_same(runs(case, real=real), one)
 
 
+@pytest.mark.slow
 def test_checkpoint_moves_between_strategies(runs):
     """From step 10 of DDP to FSDP2, and from step 20 of that to one process; averaging at once this time."""
     one = runs(None)

@@ -63,6 +63,7 @@ def wait_for_step(process, done: Done, launches: int, step: int = 0) -> None:
     raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
 
 
+@pytest.mark.slow
 def test_stopped_in_every_way(whole, tmp_path):
     """kill -9 at step 13 on 2 processes, SIGTERM on 3, SIGTERM to the launcher of 1, SIGTERM to 1 without; 2 finish."""
     config, done = whole[0], Done(0, "", tmp_path / "run")
