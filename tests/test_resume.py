@@ -457,6 +457,16 @@ def test_patience(tmp_path):
     assert run(tmp_path, config, "--run.patience", 4).status == {"status": "finished", "step": 2 * last + 2}
 
 
+def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
+    """Where the best checkpoint is damaged when the run ends, the model is that of the last step."""
+    monkeypatch.setattr(train, "kept_best", lambda *_: None)
+    config = config_of_noise(tmp_path)
+    config["run"] |= {"max_steps": 12, "keep_best": True}
+    done = run(tmp_path, config)
+    losses = done.logged("eval/loss")
+    assert min(losses) < losses[-1] and "/model (last step) loads" in done.output
+
+
 def test_the_best_is_kept_and_exported(tmp_path):
     """The best step, here of an earlier launch, is kept beside the newest, and is what model/ holds."""
     config = config_of_noise(tmp_path)

@@ -16,6 +16,7 @@ FOLDER = ROOT / "tests" / "benchmarks"
 SCALING = "--config configs/small.yaml --devices 2 --tflops 1 --gb-per-second 1"
 STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "big_data": ("--rows 20000 --packing concat", r"^late / first: start, processor [\d.]+, peak "),
+    "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
     "chunked_loss": ("--rounds 1 --vocab-size 500 --tokens 1024", r"^chunked / whole: memory [\d.]+, time [\d.]+$"),
     "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
@@ -31,9 +32,10 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
 @pytest.mark.parametrize("name", STARTS)
 def test_it_starts(tmp_path, name):
     options, printed = STARTS[name]
+    file, *option = name.split()
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(
-        [sys.executable, f"tests/benchmarks/{name}.py", *options.split()],
+        [sys.executable, f"tests/benchmarks/{file}.py", *option, *options.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -47,4 +49,4 @@ def test_it_starts(tmp_path, name):
 
 def test_none_is_forgotten():
     elsewhere = {"contest", "gpu", "promise"}  # What others share; test_gpu.py; test_promise.py.
-    assert STARTS.keys() | elsewhere == {Path(file).stem for file in FOLDER.glob("*.py")}
+    assert {name.split()[0] for name in STARTS} | elsewhere == {Path(file).stem for file in FOLDER.glob("*.py")}
