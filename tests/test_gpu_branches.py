@@ -29,12 +29,87 @@ def test_rows_are_copied_in_the_background(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     row = np.array([[5, 6, 7], [6, 7, -100], [0, 1, 2]])
-    batch = train.collate([row], CUDA)
-    assert calls == ["pin_memory", ("cuda", True)]
+    batch = train.collate([row], CUDA, joined=False)
+    assert calls == ["pin_memory", ("cuda", True)] * 2
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7]],
         "targets": [[6, 7, -100]],
     }
+    calls.clear()
+    batch = train.collate([row], CUDA, joined=True)
+    assert calls == ["pin_memory", ("cuda", True)] * 4
+    assert batch["documents"].lengths == (3,) and batch["documents"].ends.tolist() == [0, 3]
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """What torch says of torch.nn.attention.varlen.varlen_attn, by the formula of attention.
+
+    query [tokens, heads, head size], key and value with fewer heads only if enable_gqa, all of 16 bits; ends as int32;
+    window_size: how many tokens before and after each one it sees, -1 for all of them.
+    """
+    assert {states.dtype for states in (query, key, value)} == {torch.bfloat16}
+    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and max_q == max_k == cu_seq_q.diff().max()
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    before, after = window_size
+    outputs = []
+    for begin, end in zip(cu_seq_q[:-1], cu_seq_q[1:]):
+        q, k, v = (states[begin:end].transpose(0, 1) for states in (query, key, value))
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        hidden = distance < -after
+        if before >= 0:
+            hidden |= distance > before
+        scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs).bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_flash_attention_of_documents(monkeypatch, window, key_heads, scaling):
+    """The kernel's stand-in gets what it needs. To rounding it is the same as one document after the other."""
+    monkeypatch.setattr(train, "varlen_attn", varlen_attn)
+    torch.manual_seed(0)
+    lengths = (5, 1, 6, 6)
+    documents = train.Documents(lengths, 6, torch.tensor([0, 5, 6, 12, 18], dtype=torch.int32))
+    query = torch.randn(1, 4, 18, 8)
+    key, value = torch.randn(2, 1, key_heads, 18, 8).unbind()
+    options = {"scaling": scaling, "sliding_window": window}
+    module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
+    expected = train.attention_by_document(module, query, key, value, documents, **options)
+    found = train.flash_attention(*(states.bfloat16() for states in (query, key, value)), documents, **options)
+    assert found.shape == expected.shape == (1, 18, 4, 8)
+    assert torch.allclose(found.float(), expected, rtol=0, atol=0.05)
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # Rotary embeddings are in float32 then.
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+    under_autocast = train.flash_attention(query, key, value.bfloat16(), documents, **options)
+    assert torch.equal(under_autocast, found)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, head, value_head, dropout, flash",
+    [
+        ((9, 0), torch.bfloat16, 128, 128, 0.0, True),
+        ((8, 0), torch.float16, 256, 256, 0.0, True),
+        ((7, 5), torch.float16, 128, 128, 0.0, False),  # Turing
+        ((9, 0), torch.float32, 128, 128, 0.0, False),
+        ((9, 0), torch.bfloat16, 512, 512, 0.0, False),
+        ((9, 0), torch.bfloat16, 100, 100, 0.0, False),
+        ((9, 0), torch.bfloat16, 192, 128, 0.0, False),  # DeepSeek's latent attention
+        ((9, 0), torch.bfloat16, 128, 128, 0.1, False),
+    ],
+)
+def test_what_flash_attention_takes(monkeypatch, capability, dtype, head, value_head, dropout, flash):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = SimpleNamespace(is_cuda=True, device=CUDA, shape=(1, 4, 8, head))
+    value = SimpleNamespace(dtype=dtype, shape=(1, 4, 8, value_head))
+    assert train.has_flash(query, value, dropout=dropout, scaling=None, sliding_window=4) == flash
 
 
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])

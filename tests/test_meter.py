@@ -171,6 +171,7 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
     the second launch as in the first, and none in the window of a launch's first step."""
     config = tiny_config(tmp_path)
     config["data"]["packing"] = "concat"  # All rows are full, but for the last one, which is padded to its neighbours.
+    config["model"]["attention"] = "eager"
     config["optim"]["warmup_steps"] = 0
     for first, last in (1, 3), (4, 6):
         done = run(tmp_path, config, "--run.max_steps", last)

@@ -1,6 +1,7 @@
 """Model families: documents that share a row are as if alone, and a step reads nothing on the host."""
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 OLD_SHAPE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-FULL = {  # Attention that is causal and nothing else: train.py does without transformers' masks.
+FULL = {  # Attention that is causal and nothing else.
     "llama": SHAPE,
     "qwen2": SHAPE,
     "qwen3": SHAPE | {"head_dim": 8},
@@ -39,22 +40,37 @@ FULL = {  # Attention that is causal and nothing else: train.py does without tra
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt2": OLD_SHAPE,
 }
-PARTLY = {  # Layers that see a window only: the masks are transformers'.
-    "mistral": SHAPE | {"sliding_window": 4},
-    "gemma2": SHAPE | {"head_dim": 8, "sliding_window": 4},
-    "gemma3_text": SHAPE | {"head_dim": 8, "sliding_window": 4},
+PARTLY = {  # Layers that see a window only.
+    "mistral with a window": ("mistral", SHAPE | {"sliding_window": 4}),
+    "qwen2 with a window": ("qwen2", SHAPE | {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}),
+    "gemma3": ("gemma3_text", SHAPE | {"head_dim": 8, "sliding_window": 4}),
+    "cohere2": ("cohere2", SHAPE | {"sliding_window": 4}),
+    "olmo3": ("olmo3", SHAPE | {"sliding_window": 4}),
+    "starcoder2": ("starcoder2", SHAPE | {"sliding_window": 4}),
 }
-CASES = {
-    f"{name}, {attention}": (name, shape, attention)
-    for shapes, kinds in ((FULL, ("sdpa",)), (PARTLY, ("eager",)))
-    for name, shape in shapes.items()
-    for attention in kinds
-} | {
-    "llama, eager": ("llama", SHAPE, "eager"),
-    "llama, flex": ("llama", SHAPE, "flex_attention"),
-    "mistral with a window, sdpa": ("mistral", PARTLY["mistral"], "sdpa"),
-    "gemma3 with a window, sdpa": ("gemma3_text", PARTLY["gemma3_text"], "sdpa"),
-}
+CASES = (
+    {name: (name, shape, "sdpa") for name, shape in FULL.items()}
+    | {name: (family, shape, "sdpa") for name, (family, shape) in PARTLY.items()}
+    | {
+        "llama, eager": ("llama", SHAPE, "eager"),
+        "llama, flex": ("llama", SHAPE, "flex_attention"),
+        "gemma2, eager": ("gemma2", SHAPE | {"head_dim": 8, "sliding_window": 4}, "eager"),
+        "mistral with a window, eager": (*PARTLY["mistral with a window"], "eager"),
+        "nemotron, which does not tell its attention the documents": ("nemotron", SHAPE, "sdpa"),
+    }
+)
+PADDED = "nemotron, which does not tell its attention the documents"
+
+
+def test_flash_attention_of_transformers_is_told_the_documents():
+    """In its own words. That it then keeps them apart, only a GPU can show."""
+    batch = train.collate([as_row(np.arange(3), np.arange(2)), as_row(np.arange(4))], torch.device("cpu"), joined=True)
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    assert train.joins_documents(model)
+    inputs = train.model_inputs(model, batch)
+    ends = inputs["cu_seq_lens_q"]
+    assert ends.tolist() == [0, 3, 5, 9] and ends.dtype == torch.int32 and inputs["cu_seq_lens_k"] is ends
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 4 and "documents" not in inputs
 
 
 def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
@@ -69,32 +85,42 @@ def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
 FLEX = pytest.param("llama, flex", marks=pytest.mark.slow)  # It is compiled.
 
 
+def as_row(*documents: np.ndarray) -> np.ndarray:
+    """A row as of train.Dataset.read()."""
+    ids = np.concatenate(documents)
+    targets = np.concatenate([[*document[1:], -100] for document in documents])
+    return np.stack([ids, targets, np.concatenate([np.arange(len(document)) for document in documents])])
+
+
+def losses(model: torch.nn.Module, rows: list[np.ndarray]) -> float:
+    batch = train.collate(rows, torch.device("cpu"), train.joins_documents(model))
+    return train.compute_loss(model, batch)[0]
+
+
 @pytest.mark.parametrize("case", [FLEX if case == "llama, flex" else case for case in CASES])
-def test_documents_of_a_row_are_as_if_alone(case):
-    """Documents of 5, 1 and 6 tokens, then one of 7 and padding, against each document in a batch of its own by the
+def test_documents_of_a_micro_batch_are_as_if_alone(case):
+    """Documents of 5, 1, 6 and 6 tokens in a row, then one of 7, against each document in a batch of its own by the
     family's own eager attention. A model that lets them see each other would be off by 0.1 and more."""
     name, shape, attention = CASES[case]
     model, rng = build(name, shape, attention), np.random.default_rng(1)
-    assert (model.config._attn_implementation == train.CAUSAL) == (attention == "sdpa" and shape not in PARTLY.values())
-    documents = [rng.integers(3, 97, length) for length in (5, 1, 6, 7)]
+    train.settle_attention(model, "concat")
+    assert train.joins_documents(model) == (attention == "sdpa" and case != PADDED)
+    documents = [rng.integers(3, 97, length) for length in (5, 1, 6, 6, 7)]
 
-    def row(*members) -> np.ndarray:
-        ids, targets = np.concatenate(members), np.concatenate([[*ids[1:], -100] for ids in members])
-        return np.stack([ids, targets, np.concatenate([np.arange(len(ids)) for ids in members])])
+    def gradients() -> dict[str, torch.Tensor]:
+        found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        model.zero_grad()
+        return found
 
-    def losses(rows: list[np.ndarray]) -> float:
-        with torch.no_grad():
-            return train.compute_loss(model, train.collate(rows, torch.device("cpu")))[0].item()
-
-    packed = losses([row(*documents[:3]), row(documents[3])])
+    together = losses(model, [as_row(*documents[:4]), as_row(documents[4])])
+    together.backward()
+    of_all = gradients()
     model.set_attn_implementation("eager")
-    alone = sum(losses([row(ids)]) for ids in documents)
-    assert packed == pytest.approx(alone, rel=1e-5)
-    if attention == "sdpa" and shape not in PARTLY.values():
-        model.set_attn_implementation(train.CAUSAL)
-        assert losses([row(documents[3])]) == pytest.approx(
-            losses([row(documents[3]), row(documents[0])]) - losses([row(documents[0])]), rel=1e-5
-        )
+    alone = sum(losses(model, [as_row(document)]) for document in documents)
+    alone.backward()
+    assert together.item() == pytest.approx(alone.item(), rel=1e-5)
+    for weight, gradient in gradients().items():
+        assert torch.allclose(of_all[weight], gradient, rtol=0, atol=1e-5 * max(1, gradient.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -115,24 +141,6 @@ def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name,
     assert "data.packing" in done.output and name in done.output and "use none" in done.output
 
 
-@pytest.mark.parametrize("packing, rows, refused", [("concat", 2, True), ("concat", 1, False), ("none", 2, False)])
-def test_flash_attention_is_for_single_rows_of_documents(tmp_path, monkeypatch, packing, rows, refused):
-    """In several rows, transformers takes no notice of documents. Here the model has sdpa in place of the kernel."""
-    load_weights = train.load_weights
-
-    def with_sdpa(config, found):
-        return load_weights(config.model_copy(update={"attention": "sdpa"}), found)
-
-    monkeypatch.setattr(train, "load_weights", with_sdpa)
-    config = tiny_config(tmp_path)
-    config["run"]["max_steps"] = 5
-    config["data"]["packing"] = packing
-    config["model"]["attention"] = "flash_attention_2"
-    done = run(tmp_path, config, "--batch.max_micro_batch_size", rows, expect=2 if refused else 0)
-    advice = "keeps packed documents apart only in a single row; set batch.max_micro_batch_size: 1, or use sdpa"
-    assert (f"error: model.attention flash_attention_2: {advice}" in done.output) == refused
-
-
 @pytest.mark.parametrize("size", [1, 4])
 def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
     model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")
@@ -144,9 +152,8 @@ JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
 LEAKS = {  # Family, shape, attention: what a token sees in a row of one document, and in one of two.
     "llama": ("llama", SHAPE, "sdpa", "", ""),
     "a mixture of experts": ("mixtral", FULL["mixtral"], "eager", "", ""),
-    "a window": ("mistral", PARTLY["mistral"], "sdpa", "", ""),
-    "a bias that is added to the mask": ("doge", SHAPE, train.CAUSAL, "later tokens", ""),
-    "the same with transformers' masks": ("doge", SHAPE, "sdpa", "", ""),
+    "a window": (*PARTLY["mistral with a window"], "sdpa", "", ""),
+    "a bias that is added to the mask": ("doge", SHAPE, "sdpa", "", ""),
     "an encoder": ("bert", SHAPE, "eager", "later tokens", "later tokens"),
     "state-space layers": ("jamba", SHAPE | JAMBA | {"use_mamba_kernels": False}, "eager", "", "other documents"),
     "state-space layers alone": ("mamba", SHAPE, "eager", "", "other documents"),
@@ -159,11 +166,7 @@ def test_what_a_token_sees(case):
     name, shape, attention, alone, packed = LEAKS[case]
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(name, use_cache=False, **shape)
-    known = "sdpa" if attention == train.CAUSAL else attention
-    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation=known)
-    if attention == train.CAUSAL:
-        transformers.AttentionInterface.register(train.CAUSAL, transformers.AttentionInterface()["sdpa"])
-        model.set_attn_implementation(train.CAUSAL)
+    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation=attention)
     assert (train.what_leaks(model, packed=False), train.what_leaks(model, packed=True)) == (alone, packed)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -243,7 +246,7 @@ def test_a_chunked_loss_has_the_same_gradients(name):
     rows[0][1, 100:300] = -100
     for chunked in (False, True):
         model.zero_grad()
-        loss, sums = train.compute_loss(model, train.collate(rows, torch.device("cpu")), chunked)
+        loss, sums = train.compute_loss(model, train.collate(rows, torch.device("cpu"), joined=True), chunked)
         assert sums["loss"] == loss
         loss = loss / 2300
         loss.backward()
@@ -354,3 +357,21 @@ def test_dropout_that_is_no_module_is_told(tmp_path, name, setting):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config["model"] = {"architecture": {"model_type": name, **shape, setting: 0.5}}
     assert "Dropout is on" in run(tmp_path, config).output
+
+
+def test_new_lengths_are_not_compiled_again(monkeypatch):
+    """The first passes make code for any number of tokens and documents. After them nothing is compiled any more."""
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile(module, backend="eager"))
+    found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
+    model = train.build_model(train.Model(compile="regional"), found, 0, seed=3)
+    rng = np.random.default_rng(0)
+
+    def run_some() -> None:
+        for _ in range(6):
+            documents = [rng.integers(3, 97, length) for length in rng.integers(2, 30, rng.integers(2, 9))]
+            losses(model, [as_row(document) for document in documents]).backward()
+
+    run_some()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        run_some()

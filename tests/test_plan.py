@@ -90,15 +90,35 @@ def test_processes_that_form_no_groups_are_refused(processes, group):
 def test_ten_rows_on_three_ranks():
     """At most 4 rows per rank and 2 per pass: pieces of 2, 2, 2, 2, 1, 1 rows, the last three dealt in reverse."""
     plan = train.plan_batch(10, 2, 3, 512)
-    split = [[piece.tolist() for piece in pieces] for pieces in plan.split(np.arange(10))]
-    assert split == [[[0, 1], [2, 3], [4, 5]], [[9], [8], [6, 7]]]  # [micro_step][rank]
+    lengths = np.array([5, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+    split = [[piece.tolist() for piece in pieces] for pieces in plan.split(lengths, joined=False)]
+    assert split == [[[1, 2], [3, 4], [0, 5]], [[9], [8], [6, 7]]]  # [micro_step][rank]
+
+
+def test_ten_joined_rows_on_three_ranks():
+    """The longest row to the piece with the fewest tokens: 10, 9, 8, 7, 6 and 5 begin one each, 4 goes to 5, 3 to 6,
+    2 to 7, and 1 to 8. So four pieces have 9 tokens, that of 9 alone as well, and that of 10 has 10."""
+    plan = train.plan_batch(10, 2, 3, 512)
+    lengths = np.array([5, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+    split = plan.split(lengths, joined=True)
+    rows = sorted(sorted(lengths[piece].tolist()) for pieces in split for piece in pieces)
+    assert rows == [[1, 8], [2, 7], [3, 6], [4, 5], [9], [10]]
+    assert [[lengths[piece].sum() for piece in pieces] for pieces in split] == [[9, 9, 9], [10, 9, 9]]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)  # The same examples on every machine.
-@given(rows=st.integers(1, 2000), ranks=st.integers(1, 96), limit=st.integers(1, 70), group=st.integers(1, 3))
-def test_micro_batches_partition_the_step(rows, ranks, limit, group):
+@given(
+    rows=st.integers(1, 2000),
+    ranks=st.integers(1, 96),
+    limit=st.integers(1, 70),
+    group=st.integers(1, 3),
+    joined=st.booleans(),
+)
+def test_micro_batches_partition_the_step(rows, ranks, limit, group, joined):
+    """Of rows of one length. Padded rows of any lengths are split by their number alone."""
     plan = train.plan_batch(rows, limit, ranks * group, 512, group)
-    dealt = list(zip(*plan.split(np.arange(rows))))  # [rank][micro_step]
+    lengths = np.full(rows, 512) if joined else np.arange(rows)
+    dealt = list(zip(*plan.split(lengths, joined)))  # [rank][micro_step]
     assert plan.data_parallel_size == ranks
     assert sorted(row for pieces in dealt for piece in pieces for row in piece) == list(range(rows))
     assert {len(pieces) for pieces in dealt} == {plan.grad_accum_steps}
@@ -112,11 +132,41 @@ def test_micro_batches_partition_the_step(rows, ranks, limit, group):
     assert plan.idle_share() == pytest.approx(float(1 - Fraction(rows, ranks * max(totals))))
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 512), min_size=1, max_size=300), ranks=st.integers(1, 9), limit=st.integers(1, 9)
+)
+def test_joined_rows_of_any_lengths_partition_the_step(lengths, ranks, limit):
+    plan = train.plan_batch(len(lengths), limit, ranks, 512)
+    split = plan.split(np.array(lengths), joined=True)
+    assert sorted(row for pieces in split for piece in pieces for row in piece) == list(range(len(lengths)))
+    assert [len(pieces) for pieces in split] == [ranks] * plan.grad_accum_steps
+    assert max(len(piece) for pieces in split for piece in pieces) <= plan.micro_batch_size
+
+
+def test_ranks_have_the_same_number_of_tokens():
+    """Log-normal lengths of sigma 0.8: padded, the ranks would wait a third of the time for the one with the longest
+    row, because its micro-batch has that width. A micro-batch is the measure of the memory that is needed, too."""
+    plan, rng = train.plan_batch(128, 8, 4, 1024), np.random.default_rng(0)
+    waiting, largest = {True: [], False: []}, {True: [], False: []}
+    for _ in range(100):
+        lengths = np.clip(rng.lognormal(np.log(120), 0.8, 128), 2, 1024).astype(int)
+        for joined in (True, False):
+            split = plan.split(lengths, joined)
+            tokens = np.array([[train.slots(lengths[piece], joined) for piece in pieces] for pieces in split])
+            waiting[joined].append(1 - tokens.sum() / (4 * tokens.max(1).sum()))
+            largest[joined].append(tokens.max() / (lengths.sum() / 16))
+    assert np.mean(waiting[True]) < 0.01 and np.mean(waiting[False]) > 0.3
+    assert np.mean(largest[True]) < 1.1 and np.mean(largest[False]) > 5  # Of an even share.
+
+
 def test_sorted_rows_are_dealt_evenly():
     """Of rows as long as their index, every rank gets the same number of tokens: what the first rank has less in one
     micro-step it has more in the next. Dealt in one direction only, the last rank would have 8 x 3 x 16 more."""
     plan = train.plan_batch(256, 8, 4, 512)
-    tokens = np.sum([[piece.sum() for piece in pieces] for pieces in plan.split(np.arange(256))], axis=0).tolist()
+    tokens = np.sum(
+        [[piece.sum() for piece in pieces] for pieces in plan.split(np.arange(256), joined=False)], axis=0
+    ).tolist()
     assert plan.grad_accum_steps == 8 and tokens == [255 * 256 / 2 / 4] * 4
 
 
@@ -124,7 +174,7 @@ def test_ranks_wait_little_and_pad_little():
     """The micro-batches of one micro-step are neighbours in the sorted order, so ranks that wait for each other have
     like work; and a micro-batch holds rows of like lengths, so it is mostly real tokens."""
     plan, rng = train.plan_batch(128, 8, 4, 4096), np.random.default_rng(0)
-    split = plan.split(np.arange(128))
+    split = plan.split(np.arange(128), joined=False)
     for step, pieces in enumerate(split):
         assert sorted(np.concatenate(pieces)) == list(range(step * 32, step * 32 + 32))
         assert all(np.ptp(piece) == len(piece) - 1 for piece in pieces)
@@ -248,4 +298,4 @@ def test_plan_takes_process_counts_only(plans, counts):
 def test_huge_plans_are_instant():
     """Arithmetic, not a search: a step of a million rows on ten thousand ranks, and all its slices on one rank."""
     plan = train.plan_batch(1_000_000, 1, 9_999, 8192)
-    assert len(plan.split(np.arange(1_000_000))) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)
+    assert len(plan.split(np.arange(1_000_000), joined=False)) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)

@@ -48,10 +48,8 @@ def packing(script: Script) -> None:
     script.drop_setting("data.packing", "none")
     for function in "Dataset.__init__", "cut_into_rows", "check_loss", "settle_attention":
         script.drop_parameter(function, "packing", "none")
-    script.drop_parameter("what_leaks", "packed", False)
     script.drop_statements("settle_attention", "data.packing")
-    script.drop_statements("collate", "position_ids")
-    script.drop_definition("document_mask")
+    script.drop_statements("pad_rows", "position_ids")
 
 
 def profiler(script: Script) -> None:

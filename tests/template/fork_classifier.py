@@ -59,7 +59,7 @@ def load_data(config: Data, seed: int) -> tuple[Dataset, Dataset | None]:
     return tuple(part and Dataset(part, config.sequence_length, seed) for part in (train, held_out))
 
 
-def collate(rows: list[np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[str, torch.Tensor]:
     """Images [rows, 1, 8, 8] and classes [rows, 1]. No rows make one without a class: all ranks must take part."""
     pixels, targets = np.split(np.stack(rows or [np.append(np.zeros(64, int), -100)]), [64], axis=1)
     batch = {"images": torch.from_numpy(pixels.reshape(-1, 1, 8, 8)) / 255, "targets": torch.from_numpy(targets)}

@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from helpers import VOCABULARY, launch, tiny_model
-from transformers.modeling_flash_attention_utils import _is_packed_sequence
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 TWO_PROCESSES = """
 import torch
@@ -97,11 +97,11 @@ def test_an_unknown_attention_gets_no_mask():
     model = transformers.LlamaForCausalLM(found)
     model.set_attn_implementation("pinned")
     model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
-    assert seen == [None], "transformers masks for unknown attention: CAUSAL in build_model() reads the host again"
+    assert seen == [None], "transformers masks for unknown attention: document_attention() refuses them"
 
 
-def test_flash_attention_sees_documents_in_a_single_row_only():
-    positions = torch.arange(3).repeat(2, 2)
-    assert [_is_packed_sequence(positions[:rows], rows) for rows in (1, 2)] == [True, False], (
-        "transformers keeps packed documents apart in several rows, too: check_sizes() need not refuse them"
+def test_the_words_of_flash_attention_for_documents():
+    words = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert words <= set(FlashAttentionKwargs.__annotations__), (
+        "transformers tells its flash attention otherwise where documents end: see model_inputs()"
     )

@@ -1,0 +1,11 @@
+"""Marks the tests of this folder, so that the workflow can run them by themselves."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.template)
