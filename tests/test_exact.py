@@ -114,3 +114,25 @@ def test_a_step_without_targets_changes_nothing(tmp_path):
     before, after = (("--run.resume", folder, "--run.output_dir", tmp_path / folder.name) for folder in folders[:2])
     check(launch(tmp_path, config, *before, processes=2, warm=True), 2)
     check(run(tmp_path, config, *after), 3)
+
+
+def test_a_checkpoint_from_before_the_first_update(tmp_path):
+    """The optimizer has no state yet. On several processes it has none in the checkpoint either."""
+    order, rows = shuffled(7, 8, 12), make_rows([20, 24, 9, 13, 24, 17, 22, 15], seed=4)
+    for number in range(8):
+        rows[number]["labels"] = (
+            [-100] * len(rows[number]["input_ids"]) if number in order[:2] else rows[number]["input_ids"]
+        )
+    config = tiny_config(tmp_path)
+    config["data"]["path"] = str(write_rows(tmp_path / "partly", rows))
+    config["batch"] = {"global_batch_size": 2, "max_micro_batch_size": 2}
+    config["run"] |= {"max_steps": 6, "save_every": 1, "keep_checkpoints": 9}
+    did = train_reference(config, lambda step: [rows[i] for i in order[2 * step - 2 : 2 * step]])
+    assert did.targets[0] == 0 < min(did.targets[1:])
+    done = launch(tmp_path, config, processes=2, warm=True)
+    first = done.folder / "checkpoints" / "step-00000001"
+    assert not any(name.startswith("optimizer.") for file in first.glob("*.safetensors") for name in load_file(file))
+    again = run(tmp_path, config, "--run.resume", first, "--run.output_dir", tmp_path / "again")
+    for part in done, again:
+        assert difference(part.weights, did.weights) < 1e-5
+        np.testing.assert_allclose(part.losses[-5:], did.losses[1:], rtol=1e-5)
