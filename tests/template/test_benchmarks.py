@@ -20,6 +20,10 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
     "chunked_loss": ("--rounds 1 --vocab-size 500 --tokens 1024", r"^chunked / whole: memory [\d.]+, time [\d.]+$"),
     "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
+    "documents": (
+        "--rounds 1 --rows 1 --lengths 64",
+        r"^ +64 +[\d.]+ MiB [\d.]+ s +[\d.]+ MiB [\d.]+ s +[\d.]+, [\d.]+$",
+    ),
     "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
     "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
     "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
