@@ -3,7 +3,8 @@
 Packing by concat is compared with independent loops in test_exact.py and test_finetune.py, isolation in test_models.py.
 """
 
-import datasets
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import difference, launch, make_rows, run, tiny_config, write_rows
@@ -13,11 +14,13 @@ import train
 LENGTH = 24
 
 
-def packed(lengths: list[int]) -> tuple[train.Dataset, list[list[int]]]:
+def packed(folder: Path, lengths: list[int]) -> tuple[train.Dataset, list[list[int]]]:
     """Documents of these lengths, no token twice, as they are put into rows."""
     starts = np.cumsum([0, *lengths])
     documents = [list(range(start, start + length)) for start, length in zip(starts, lengths)]
-    return train.Dataset(datasets.Dataset.from_dict({"input_ids": documents}), "best_fit", LENGTH, seed=0), documents
+    path = str(write_rows(folder / "documents", [{"input_ids": document} for document in documents]))
+    config = train.Data(path=path, format="tokens", packing="best_fit", sequence_length=LENGTH)
+    return train.load_data(config, None, 0)[0], documents
 
 
 def pieces(data: train.Dataset, row: int) -> list[list[int]]:
@@ -26,29 +29,30 @@ def pieces(data: train.Dataset, row: int) -> list[list[int]]:
     return [piece.tolist() for piece in np.split(ids, np.flatnonzero(positions == 0)[1:])]
 
 
-def test_documents_are_kept_whole():
+def test_documents_are_kept_whole(tmp_path):
     rng = np.random.default_rng(5)
-    data, documents = packed(rng.integers(0, LENGTH + 1, 300).tolist())
+    data, documents = packed(tmp_path, rng.integers(0, LENGTH + 1, 300).tolist())
     found = [piece for row in range(len(data)) for piece in pieces(data, row)]
     assert sorted(found) == sorted(document for document in documents if document)
-    assert max(data.lengths) <= LENGTH
+    lengths, targets = data.sizes(np.arange(len(data)))
+    assert max(lengths) <= LENGTH
     # Every document of n tokens has n - 1 targets: all but its first.
-    assert data.sizes(np.arange(len(data)))[1].sum() == sum(max(0, len(document) - 1) for document in documents)
+    assert targets.sum() == sum(max(0, len(document) - 1) for document in documents)
 
 
-def test_longer_documents_continue_in_further_rows():
-    data, (long, short) = packed([2 * LENGTH + 5, LENGTH - 5])
+def test_longer_documents_continue_in_further_rows(tmp_path):
+    data, (long, short) = packed(tmp_path, [2 * LENGTH + 5, LENGTH - 5])
     rows = sorted(pieces(data, row) for row in range(len(data)))
     assert rows == sorted([[long[:LENGTH]], [long[LENGTH : 2 * LENGTH]], [short, long[2 * LENGTH :]]])
 
 
-def test_rows_are_full():
+def test_rows_are_full(tmp_path):
     """From rows cut to pieces, so the optimum is known: best-fit decreasing needs at most 11/9 of it, and a few more
     (D. S. Johnson, Near-optimal bin packing algorithms, 1973: 4)."""
     rng, optimum = np.random.default_rng(6), 60
     cuts = [np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False)) for _ in range(optimum)]
     lengths = np.concatenate([np.diff([0, *cut, LENGTH]) for cut in cuts])
-    data, _ = packed(rng.permutation(lengths).tolist())
+    data, _ = packed(tmp_path, rng.permutation(lengths).tolist())
     assert optimum <= len(data) <= 11 / 9 * optimum + 4
 
 

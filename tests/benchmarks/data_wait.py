@@ -30,7 +30,8 @@ def make_rows(folder: Path, tokens: int, config: train.Data) -> train.Dataset:
     lengths = rng.lognormal(np.log(600), 1.0, tokens // 900).astype(int) + 1
     documents = [rng.integers(0, VOCABULARY, length, dtype=np.int32) for length in lengths]
     datasets.Dataset.from_dict({"input_ids": documents}).save_to_disk(folder / "rows")
-    return train.Dataset(datasets.load_from_disk(folder / "rows"), config.packing, config.sequence_length, seed=0)
+    update = {"path": str(folder / "rows"), "files": [], "format": "tokens", "eval_fraction": 0.0}
+    return train.load_data(config.model_copy(update=update), None, 0)[0]
 
 
 def main() -> int:
@@ -54,7 +55,7 @@ def main() -> int:
             took = []
             for step in range(1, args.steps + 1):
                 begin = time.perf_counter()
-                train.load_step(step, data, plan, 0, VOCABULARY, torch.device("cpu"))
+                train.load_step(step, data, plan, 0, True, torch.device("cpu"))
                 took.append(time.perf_counter() - begin)
             reading, least = np.median(took), plan.tokens_per_step / devices * flops / (args.tflops * 1e12)
             print(f"{devices:7}  {reading * 1e3:10.2f}  {least * 1e3:13.1f}  {reading / least:6.2%}")

@@ -46,8 +46,12 @@ def trackers(script: Script) -> None:
 
 def packing(script: Script) -> None:
     script.drop_setting("data.packing", "none")
-    for function in "Dataset.__init__", "cut_into_rows", "check_loss", "settle_attention":
+    script.replace("IndexWriter.add", "self.packing", "'none'")
+    for function in "IndexWriter.__init__", "write_index", "cut_into_rows", "check_loss", "settle_attention":
         script.drop_parameter(function, "packing", "none")
+    for function in "IndexWriter.__init__", "IndexWriter.add", "IndexWriter.finish", "Dataset.__init__":
+        script.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
+    script.replace("Dataset.first_piece", "self.first is None", "True")
     script.drop_statements("settle_attention", "data.packing")
     script.drop_statements("pad_rows", "position_ids")
 
@@ -113,8 +117,9 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_fraction", 0)
     script.drop_setting("data.eval_source", None)
     script.drop_definition("say_what_is_shared")
-    script.drop_statements("load_source", "data.eval_source")
-    script.drop_clause("Dataset.__init__", "data.eval_source")
+    script.drop_statements("identity_of", "data.eval_source")
+    script.drop_clause("IndexWriter.finish", "data.eval_source")
+    script.drop_parameter("load_rows", "held_out", False)
     script.replace("nearest_setting", "path.replace('eval_source.', '')", "path")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")

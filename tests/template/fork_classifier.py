@@ -32,7 +32,7 @@ def edit(script: Script) -> None:
     script.drop_definition("check_token_ids")
     script.drop_statements("build_model", "resize_token_embeddings")
     script.drop_element("model_config", "vocab_size")
-    for function in "model_config", "build_model", "load_step":
+    for function in "model_config", "build_model":
         script.drop_parameter(function, "vocab_size")
 
 
@@ -41,8 +41,16 @@ class Dataset:
 
     def __init__(self, images: datasets.Dataset, length: int, seed: int):
         self.images = images.with_format("numpy")
-        self.lengths = np.full(len(images), length, np.int32)
+        self.length = length
+        self.tokens = len(images) * length
         self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fingerprint(self) -> str:
+        """What tells these images from others."""
+        return self.images._fingerprint
 
     def read(self, row: int) -> np.ndarray:
         """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
@@ -51,7 +59,7 @@ class Dataset:
 
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(patches, targets) of each row. The target is the class."""
-        return self.lengths[rows], np.ones(len(rows), int)
+        return np.full(len(rows), self.length), np.ones(len(rows), int)
 
 
 def load_data(config: Data, seed: int) -> tuple[Dataset, Dataset | None]:

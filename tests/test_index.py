@@ -1,0 +1,222 @@
+"""The index of the rows lies on disk. It is made once, and anew as soon as the data or a setting is another one.
+
+Its rows are compared with what plain loops over lists make of the documents. What a start on much data costs is in
+benchmarks/big_data.py.
+"""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import transformers
+from helpers import launch, make_rows, run, tiny_config, write_rows
+from reference import shuffled
+
+import train
+
+LENGTH = 8
+
+
+def rows_of(documents: list[dict], packing: str) -> list[list[tuple]]:
+    """Each row as (id, target, position) of its tokens, from the documentation: a target is the next token's label."""
+    tokens = []
+    for document in documents:
+        ids, labels = document["input_ids"], document.get("labels", document["input_ids"])
+        for at, (token, label) in enumerate(zip(ids, labels)):
+            tokens.append((token, label, at == 0))
+    rows = [tokens[at : at + LENGTH] for at in range(0, len(tokens), LENGTH)]
+    if packing == "none":
+        rows, at = [], 0
+        for document in documents:
+            end = at + len(document["input_ids"])
+            rows += [tokens[begin : min(begin + LENGTH, end)] for begin in range(at, end, LENGTH)]
+            at = end
+    made = []
+    for row in rows:
+        made.append([])
+        for at, (token, _, is_first) in enumerate(row):
+            has_next = at + 1 < len(row) and not row[at + 1][2]
+            position = 0 if at == 0 or is_first else made[-1][-1][2] + 1
+            made[-1].append((token, row[at + 1][1] if has_next else -100, position))
+    return made
+
+
+def save(folder: Path, documents: list[dict], batch: int = 5, shards: int = 3) -> Path:
+    """A folder of save_to_disk, in several files of small batches: chunks then end inside of rows."""
+    kind = datasets.List(datasets.Value("int32"))
+    whole = datasets.Dataset.from_list(documents, features=datasets.Features({name: kind for name in documents[0]}))
+    whole.save_to_disk(folder, num_shards=shards)
+    for file in folder.glob("*.arrow"):
+        table = pa.ipc.open_stream(file.read_bytes()).read_all()
+        with pa.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table.combine_chunks(), max_chunksize=batch)
+    return folder
+
+
+def config_of(folder: Path, **settings) -> train.Data:
+    return train.Data(path=str(folder), format="tokens", sequence_length=LENGTH, **({"packing": "none"} | settings))
+
+
+def read_all(data: train.Dataset) -> list[list[tuple]]:
+    return [list(zip(*data.read(row).tolist())) for row in range(len(data))]
+
+
+def documents_of(seed: int, masked: float = 0.0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    lengths = [0, 0, 0, 0, 0, 0, 1, LENGTH, 3 * LENGTH, 2 * LENGTH + 1, *rng.integers(0, 2 * LENGTH, 80), 0]
+    rows = make_rows(lengths, seed=seed, masked=masked)
+    return [{"input_ids": [], "labels": []} if masked and not row["input_ids"] else row for row in rows]
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.4], ids=["all", "labels"])
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_rows(tmp_path, packing, masked):
+    """Tokens, targets, positions, sizes and the checksum that checkpoints hold; of the first start and of the next."""
+    documents = documents_of(1, masked)
+    config, expected = config_of(save(tmp_path / "documents", documents), packing=packing), rows_of(documents, packing)
+    checksum = zlib.crc32(np.array(shuffled(0, len(expected), 100)))
+    checksum = zlib.crc32(np.array([len(row) for row in expected], np.int32), checksum)
+    for row in shuffled(0, len(expected), 100):
+        checksum = zlib.crc32(np.array(list(zip(*expected[row]))), checksum)
+    for _ in range(2):
+        data, _ = train.load_data(config, None, seed=3)
+        assert read_all(data) == expected
+        lengths, targets = data.sizes(np.arange(len(data)))
+        assert lengths.tolist() == [len(row) for row in expected] and data.tokens == sum(lengths)
+        assert targets.tolist() == [sum(target != -100 for _, target, _ in row) for row in expected]
+        assert data.fingerprint() == checksum
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Data of each kind: a saved data set, the same with a held-out share, files of texts, and a part of a file."""
+    texts = "".join(json.dumps({"text": "a" * length, "id": length}) + "\n" for length in range(1, 40))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text(texts)
+    save(tmp_path / "saved", documents_of(1))
+    rows = "".join(json.dumps({"input_ids": [number, number + 1]}) + "\n" for number in range(20))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.jsonl").write_text(rows)
+    return {
+        "saved": config_of(tmp_path / "saved"),
+        "held out": config_of(tmp_path / "saved", eval_fraction=0.2),
+        "texts": train.Data(files=str(tmp_path / "texts"), sequence_length=LENGTH),
+        "packed": train.Data(files=str(tmp_path / "texts"), sequence_length=LENGTH, packing="best_fit"),
+        "part": config_of(tmp_path / "files", split="train[5:9]"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["saved", "held out", "texts", "packed", "part"])
+def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
+    tokenizer = transformers.ByT5Tokenizer()
+    first = train.load_data(sources[kind], tokenizer, seed=0)
+    told = capsys.readouterr().out
+    if kind == "part":
+        assert sorted(row[0][0] for row in read_all(first[0])) == [5, 6, 7, 8]
+
+    def fail(*args, **more):
+        raise AssertionError("the data is opened")
+
+    monkeypatch.setattr(datasets.Dataset, "__init__", fail)
+    second = train.load_data(sources[kind], tokenizer, seed=0)
+    for before, now in zip(first, second):
+        assert (before is None) == (now is None)
+        if now is not None:
+            assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
+            for numbers in now.edges, now.chunks, now.files[0]:  # They are of mapped files, and not copied.
+                assert isinstance(numbers.base, np.memmap) or isinstance(numbers.base.base, np.memmap)
+    assert capsys.readouterr().out == told
+    assert ("not read: id" in told) == (kind in ("texts", "packed"))
+
+
+def index_folder(data: train.Dataset) -> Path:
+    return Path(data.edges.base.filename if isinstance(data.edges.base, np.memmap) else data.edges.filename).parent
+
+
+@pytest.mark.parametrize("harm", ["no index.json", "cut short", "half written", "a file is gone"])
+def test_a_damaged_index_is_made_anew(tmp_path, harm):
+    documents = documents_of(2, masked=0.3)
+    config = config_of(save(tmp_path / "documents", documents), packing="concat")
+    data, _ = train.load_data(config, None, seed=0)
+    folder = index_folder(data)
+    if harm == "no index.json":  # As if the machine had stopped before the end.
+        (folder / "index.json").unlink()
+        (folder / "edges.bin").write_bytes(b"1234567890")
+    elif harm == "cut short":
+        (folder / "targets.bin").write_bytes((folder / "targets.bin").read_bytes()[:-8])
+    elif harm == "half written":
+        (folder / "index.json").write_text((folder / "index.json").read_text()[:-30])
+    else:
+        (folder / "first.bin").unlink()
+    data, _ = train.load_data(config, None, seed=0)
+    assert read_all(data) == rows_of(documents, "concat") and index_folder(data) == folder
+
+
+def test_other_data_in_the_same_place(tmp_path):
+    """Saved anew, or another file under the old name, with the old state.json."""
+    folder = tmp_path / "documents"
+    for seed in 1, 2:
+        documents = documents_of(seed)
+        shutil.rmtree(folder, ignore_errors=True)
+        data, _ = train.load_data(config_of(save(folder, documents)), None, seed=0)
+        assert read_all(data) == rows_of(documents, "none")
+    for file in folder.glob("*.arrow"):
+        file.write_bytes(file.read_bytes())  # The same tokens, written at another time: another index of the same rows.
+    other, _ = train.load_data(config_of(folder), None, seed=0)
+    assert index_folder(other) != index_folder(data) and other.fingerprint() == data.fingerprint()
+
+
+def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):
+    (tmp_path / "a.txt").write_text("some words " * 10)
+    config, tokenizer = train.Data(files=str(tmp_path / "a.txt"), sequence_length=LENGTH), transformers.ByT5Tokenizer()
+    before, _ = train.load_data(config, tokenizer, seed=0)
+    for file in before.index["token_files"]:
+        Path(file).unlink()
+    now, _ = train.load_data(config, tokenizer, seed=0)
+    assert read_all(now) == read_all(before)
+
+
+def test_each_setting_has_an_index_of_its_own(tmp_path):
+    tokenizer, texts = transformers.ByT5Tokenizer(), tmp_path / "a.jsonl"
+    texts.write_text('{"text": "some words", "other": "more words than that"}\n' * 9)
+    base = {"files": str(texts), "sequence_length": LENGTH}
+    more = [{"sequence_length": 5}, {"packing": "none"}, {"column": "other"}, {"eval_fraction": 0.3}]
+    longer = transformers.ByT5Tokenizer()
+    longer.add_tokens(["words"])
+    loaded = [train.load_data(train.Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
+    loaded += [train.load_data(train.Data(**base), longer, 0)]
+    loaded += [train.load_data(train.Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
+    folders = [index_folder(part) for parts in loaded for part in parts if part]
+    assert len(set(folders)) == len(folders) == 9
+
+
+def indexes_of(folder: Path) -> dict[Path, int]:
+    """When the indexes of what lies in this folder were completed."""
+    found = Path(datasets.config.HF_DATASETS_CACHE).glob("train-index/*/index.json")
+    return {file: file.stat().st_mtime_ns for file in found if str(folder) in file.read_text()}
+
+
+def test_all_processes_and_launches_share_one(tmp_path):
+    """Two processes make it once, and three find it."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    launch(tmp_path, config, processes=2, warm=True)
+    made = indexes_of(tmp_path)
+    assert len(made) == 2  # Of the rows, and of those to evaluate on.
+    launch(tmp_path, config, "--run.output_dir", tmp_path / "again", processes=3, warm=True)
+    assert indexes_of(tmp_path) == made
+
+
+def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
+    """Wherever they are, and not first in the step that has the row."""
+    config = tiny_config(tmp_path)
+    rows = make_rows([24] * 40)
+    rows[-1]["input_ids"][-1] = 384
+    write_rows(tmp_path / "rows-384", rows)
+    done = run(tmp_path, config, "--data.path", tmp_path / "rows-384", "--run.max_steps", 1, expect=2)
+    assert "the training data has token ids 0 to 384, the model's vocabulary is 0 to 383" in done.output
