@@ -83,12 +83,15 @@ def test_rows(tmp_path, packing, masked):
     checksum = zlib.crc32(np.array([len(row) for row in expected], np.int32), checksum)
     for row in shuffled(0, len(expected), 100):
         checksum = zlib.crc32(np.array(list(zip(*expected[row]))), checksum)
+    positions = [position for row in expected for _, _, position in row]
+    pieces = np.diff([at for at, position in enumerate(positions) if position == 0] + [len(positions)])
     for _ in range(2):
         data, _ = train.load_data(config, None, seed=3)
         assert read_all(data) == expected
         lengths, targets = data.sizes(np.arange(len(data)))
         assert lengths.tolist() == [len(row) for row in expected] and data.tokens == sum(lengths)
         assert targets.tolist() == [sum(target != -100 for _, target, _ in row) for row in expected]
+        assert data.attention_length() == pytest.approx(sum(size * size for size in pieces) / sum(pieces))
         assert data.fingerprint() == checksum
 
 

@@ -52,6 +52,10 @@ class Dataset:
         """What tells these images from others."""
         return self.images._fingerprint
 
+    def attention_length(self) -> int:
+        """How many patches a patch sees."""
+        return self.length
+
     def read(self, row: int) -> np.ndarray:
         """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
         image = self.images[int(row)]
