@@ -105,6 +105,11 @@ case(
     "files?",
 )
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
+case(
+    "unknown field of a named source",
+    {"data.eval_source": {"docs": {"fils": ["DATA/docs"]}}},
+    "data.eval_source.docs.fils: unknown key; did you mean data.files?",
+)
 case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "integer", "'100'")
 case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "integer", "True")
 case("fraction for an integer", {"run.log_every": 1.5}, "run.log_every", "integer", "1.5")
@@ -162,6 +167,51 @@ case(
     "at most one of",
     "eval_fraction",
     "eval_source",
+)
+EVAL_SOURCE = {"files": ["DATA/docs"]}
+case("evaluation of nothing", {"data.eval_source": {}}, "data.eval_source: give exactly one of path, files")
+case(
+    "one of several evaluations of nothing",
+    {"data.eval_source": {"docs": EVAL_SOURCE, "none": {}}},
+    "data.eval_source.none: give exactly one of path, files",
+)
+case(
+    "one of several evaluations is null",
+    {"data.eval_source": {"docs": EVAL_SOURCE, "none": None}},
+    "data.eval_source.none",
+    "dictionary",
+)
+case(
+    "split of evaluation files",
+    {"data.eval_source": {"docs": EVAL_SOURCE | {"split": "test"}}},
+    "data.eval_source.docs.split go with data.eval_source.docs.path",
+)
+for name in "loss", "bits_per_byte", "files":
+    case(
+        f"evaluation called {name}",
+        {"data.eval_source": {name: EVAL_SOURCE}},
+        f"data.eval_source.{name}: is what a metric or a setting is called; take another name",
+    )
+for name in "a/b", "a.b", "a b":
+    case(
+        f"evaluation called {name}",
+        {"data.eval_source": {name: EVAL_SOURCE}},
+        f"data.eval_source.{name}: a name has only letters, digits, _ and -",
+    )
+case(
+    "follow a name that is not there",
+    {"data.eval_source": {"docs": EVAL_SOURCE, "more": EVAL_SOURCE}, "eval.follow": "doc"},
+    "eval.follow 'doc': data.eval_source has docs, more",
+)
+case(
+    "follow one of one",
+    {"data.eval_source": EVAL_SOURCE, "eval.follow": "docs"},
+    "eval.follow 'docs': data.eval_source has no names",
+)
+case(
+    "missing file of an evaluation",
+    {"data.eval_source": {"docs": EVAL_SOURCE, "more": {"files": "TMP/nope.txt"}}},
+    "data.eval_source.more: data.files: nothing matches 'TMP/nope.txt'",
 )
 case(
     "best checkpoint without an evaluation",
@@ -446,6 +496,15 @@ case(
     "data.eval_source",
     "no target",
     make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}),
+)
+case(
+    "one of several evaluations without targets",
+    TOKENS
+    | {"data.files": "DATA/tokens.jsonl", "data.packing": "none", "eval.max_rows": 1}
+    | {"data.eval_source": {"tokens": {"files": "DATA/tokens.jsonl"}, "rows": {"files": "TMP/rows.jsonl"}}},
+    "data.eval_source.rows",
+    "no target token",
+    make=jsonl({"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [1, 2], "labels": [1, 2]}),
 )
 case(
     "no targets among the rows to evaluate on",

@@ -76,8 +76,10 @@ def schema_fields(node, definitions, prefix=""):
 def type_names(field):
     """What a person would call the types that a schema field takes: "int", "None", "'cosine'", ..."""
     words = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list", "object": "dict"}
-    for option in field.get("anyOf", [field]):
-        if "$ref" in option:
+    for option in field.get("anyOf") or field.get("oneOf") or [field]:
+        if "oneOf" in option:
+            yield from type_names(option)
+        elif "$ref" in option:
             yield option["$ref"].split("/")[-1]
         elif "enum" in option or "const" in option:
             yield from option.get("enum", [option.get("const")])

@@ -45,7 +45,8 @@ def test_every_type_of_tokens(tmp_path, list_of, values):
     table = pa.table({"input_ids": pa.array(rows, list_of(getattr(pa, values)()))})
     pq.write_table(table, tmp_path / "rows.parquet")
     config = train.Data(files=str(tmp_path), format="tokens", packing="none", sequence_length=8, eval_fraction=0.2)
-    parts = train.load_data(config, None, seed=0)
+    trained_on, held_out = train.load_data(config, None, seed=0)
+    parts = [trained_on, *held_out.values()]
     read = [part.read(row)[0].tolist() for part in parts for row in range(len(part))]
     assert sorted(read) == sorted(rows)
 

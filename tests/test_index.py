@@ -114,10 +114,16 @@ def sources(tmp_path):
     }
 
 
+def parts_of(loaded: tuple) -> list[train.Dataset]:
+    """What is trained on, and what is held out if there is any."""
+    data, held_out = loaded
+    return [data, *held_out.values()]
+
+
 @pytest.mark.parametrize("kind", ["saved", "held out", "texts", "packed", "part"])
 def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
     tokenizer = transformers.ByT5Tokenizer()
-    first = train.load_data(sources[kind], tokenizer, seed=0)
+    first = parts_of(train.load_data(sources[kind], tokenizer, seed=0))
     told = capsys.readouterr().out
     if kind == "part":
         assert sorted(row[0][0] for row in read_all(first[0])) == [5, 6, 7, 8]
@@ -126,13 +132,11 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
         raise AssertionError("the data is opened")
 
     monkeypatch.setattr(datasets.Dataset, "__init__", fail)
-    second = train.load_data(sources[kind], tokenizer, seed=0)
-    for before, now in zip(first, second):
-        assert (before is None) == (now is None)
-        if now is not None:
-            assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
-            for numbers in now.edges, now.chunks, now.files[0]:  # They are of mapped files, and not copied.
-                assert isinstance(numbers.base, np.memmap) or isinstance(numbers.base.base, np.memmap)
+    second = parts_of(train.load_data(sources[kind], tokenizer, seed=0))
+    for before, now in zip(first, second, strict=True):
+        assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
+        for numbers in now.edges, now.chunks, now.files[0]:  # They are of mapped files, and not copied.
+            assert isinstance(numbers.base, np.memmap) or isinstance(numbers.base.base, np.memmap)
     assert capsys.readouterr().out == told
     assert ("not read: id" in told) == (kind in ("texts", "packed"))
 
@@ -194,7 +198,7 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     loaded = [train.load_data(train.Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
     loaded += [train.load_data(train.Data(**base), longer, 0)]
     loaded += [train.load_data(train.Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
-    folders = [index_folder(part) for parts in loaded for part in parts if part]
+    folders = [index_folder(part) for one in loaded for part in parts_of(one)]
     assert len(set(folders)) == len(folders) == 9
 
 

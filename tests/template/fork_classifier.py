@@ -28,6 +28,8 @@ def edit(script: Script) -> None:
     script.drop_statements("build_setup", "check_model")
     script.drop_statements("build_setup", "stop_after_turns")
     script.drop_statements("build_setup", "use_special_tokens")
+    script.drop_field("Setup.token_bytes", None)
+    script.drop_statements("build_setup", "token_bytes")
     # Its vocabulary
     script.drop_definition("check_token_ids")
     script.drop_statements("build_model", "resize_token_embeddings")
@@ -66,9 +68,11 @@ class Dataset:
         return np.full(len(rows), self.length), np.ones(len(rows), int)
 
 
-def load_data(config: Data, seed: int) -> tuple[Dataset, Dataset | None]:
-    train, held_out = load_source(config), load_source(config.eval_source) if config.eval_source else None
-    return tuple(part and Dataset(part, config.sequence_length, seed) for part in (train, held_out))
+def load_data(config: Data, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
+    def as_rows(source: Source) -> Dataset:
+        return Dataset(load_source(source), config.sequence_length, seed)
+
+    return as_rows(config), {name: as_rows(source) for name, source in config.eval_sources.items()}
 
 
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[str, torch.Tensor]:
