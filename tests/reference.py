@@ -49,6 +49,15 @@ def shuffled(seed: int, num_rows: int, count: int) -> list[int]:
     return [row_at(seed, num_rows, *divmod(position, num_rows)) for position in range(count)]
 
 
+def batch_sizes(batch: dict, max_steps: int) -> list[int]:
+    """The rows of each step: those of the warm-up's stages in turn, then always the global batch."""
+    sizes = []
+    for stage in batch.get("warmup", []):
+        sizes += [stage["rows"]] * stage["steps"]
+    sizes += [batch["global_batch_size"]] * max_steps
+    return sizes[:max_steps]
+
+
 def learning_rate(optim: dict, step: int, max_steps: int) -> float:
     """Linear warmup, then half a cosine that ends at min_learning_rate_ratio of the peak in the last step."""
     peak, warmup = optim["learning_rate"], optim["warmup_steps"]

@@ -158,6 +158,35 @@ case(
     "96 and 128",
 )
 case("fewer tokens than a row", {"batch.global_batch_size": None, "batch.global_batch_tokens": 20}, "multiple", "; 32 ")
+case(
+    "unknown key in the warm-up of the batch",
+    {"batch.warmup": [{"steps": 1, "row": 2}]},
+    "batch.warmup.0.row: unknown key; a stage has steps, rows, tokens",
+)
+case("warm-up of the batch without steps", {"batch.warmup": [{"rows": 2}]}, "batch.warmup.0.steps: Field required")
+case("warm-up of the batch in pairs", {"batch.warmup": [[0, 2]]}, "batch.warmup.0", "dictionary", "[0, 2]")
+case(
+    "warm-up of the batch of nothing",
+    {"batch.warmup": [{"steps": 1, "rows": 2}, {"steps": 1}]},
+    "batch.warmup.1: give exactly one of rows, tokens",
+)
+case(
+    "warm-up of the batch between multiples",
+    {"batch.warmup": [{"steps": 1, "tokens": 100}]},
+    "batch.warmup.0.tokens 100",
+    "data.sequence_length",
+    "96 and 128",
+)
+case(
+    "warm-up of the batch as long as the run",
+    {"batch.warmup": [{"steps": 3, "rows": 1}, {"steps": 1, "rows": 2}]},
+    "batch.warmup: the global batch begins with step 5, and the run has 4",
+)
+case(
+    "less data than the batch of a stage",
+    {"batch.warmup": [{"steps": 1, "rows": 5000}]},
+    "134 rows; lower the global batch of 5000",
+)
 case("no source", {"data.files": []}, "data", "exactly one of", "path", "files")
 case("path and files", {"data.path": "DATA/docs"}, "data", "exactly one of", "path", "files")
 case(

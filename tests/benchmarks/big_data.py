@@ -117,9 +117,9 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
         before, begin, busy = memory.now(), time.perf_counter(), time.process_time()
         data, _ = train.load_data(config, None, SEED)
         data.fingerprint()
-        plan = train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH)
+        stage = train.Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH))
         step = max(1, int(where * len(data)) // GLOBAL_BATCH)
-        train.load_step(step, data, plan, 0, True, torch.device("cpu"))
+        train.load_step(step, data, stage, 0, True, torch.device("cpu"))
         seconds, processor = time.perf_counter() - begin, time.process_time() - busy
         held = memory.now() - before
         some = np.random.default_rng(SEED).integers(0, len(data), READS)

@@ -52,10 +52,11 @@ def main() -> int:
         data = make_rows(Path(folder), 4 * config.global_batch_size * length, config.data)
         for devices in args.devices:
             plan = train.plan_batch(config.global_batch_size, limit, devices, length)
+            stage = train.Stage(1, 0, plan)
             took = []
             for step in range(1, args.steps + 1):
                 begin = time.perf_counter()
-                train.load_step(step, data, plan, 0, True, torch.device("cpu"))
+                train.load_step(step, data, stage, 0, True, torch.device("cpu"))
                 took.append(time.perf_counter() - begin)
             reading, least = np.median(took), plan.tokens_per_step / devices * flops / (args.tflops * 1e12)
             print(f"{devices:7}  {reading * 1e3:10.2f}  {least * 1e3:13.1f}  {reading / least:6.2%}")
