@@ -56,6 +56,19 @@ def packing(script: Script) -> None:
     script.drop_statements("pad_rows", "position_ids")
 
 
+def sources(script: Script) -> None:
+    script.drop_element("Config.check", "sources")
+    script.drop_definition("Config.check_sources")
+    script.drop_statements("nearest_setting", "in_source")
+    script.drop_statements("type_words", "additionalProperties")
+    script.drop_element("FOREIGN_NAMES", "datasets")
+    script.drop_element("FOREIGN_NAMES", "dataset_mixer")
+    script.drop_statements("announce", "Mixture")
+    script.replace("load_data", "(config.sources or {'': config}).values()", "[config]")
+    script.drop_definition("Mixture")
+    script.drop_setting("data.sources", None)
+
+
 def profiler(script: Script) -> None:
     script.drop_definition("Profiler")
     script.drop_statements("training_loop", "profiler")
@@ -131,6 +144,7 @@ def evaluation(script: Script) -> None:
     script.drop_setting("data.eval_source", None)
     script.drop_definition("say_what_is_shared")
     script.drop_clause("IndexWriter.finish", "data.eval_source")
+    script.drop_parameter("load_training_rows", "held_out", False)
     script.drop_parameter("load_rows", "held_out", False)
     script.replace("nearest_setting", "re.sub(r'eval_source\\.(.*\\.)?', '', path)", "path")
     script.drop_element("SHOWN", "eval/loss")
@@ -143,6 +157,7 @@ def fsdp(script: Script) -> None:
 
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
+    script.drop_element("WeightedSource.format", "chat")
     script.drop_setting("data.chat_template", None)
     script.drop_setting("data.special_tokens", [])
     script.drop_element("FORMATS", "chat")
@@ -155,6 +170,7 @@ FEATURES = {
     "samples": samples,
     "trackers": trackers,
     "packing": packing,
+    "sources": sources,
     "profiler": profiler,
     "curves": curves,
     "compile": compile,

@@ -1,0 +1,220 @@
+"""data.sources: exact shares in each block of the stream, each source as if alone, and the run that of a plain loop."""
+
+import json
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import transformers
+from helpers import difference, launch, make_rows, run, tiny_config, write_rows
+from reference import shuffled, train_reference
+
+import train
+
+SIZES = {"web": 9, "code": 23, "math": 4}
+WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
+COUNTS = {"web": 5, "code": 3, "math": 2}
+
+
+def mixed(seed: int, count: int, counts: dict[str, int], sizes: dict[str, int]) -> list[tuple[str, int]]:
+    """The first rows of the stream as (source, row of the source), in plain integers, from the documentation."""
+    slots = [name for name, times in counts.items() for _ in range(times)]
+    order = shuffled((seed + 1) % 2**32, len(slots), count)
+    own = {name: iter(shuffled(seed, size, count)) for name, size in sizes.items()}
+    return [(slots[slot], next(own[slots[slot]])) for slot in order]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Rows of each source; the first token tells the source, the second the row."""
+    for number, (name, size) in enumerate(SIZES.items()):
+        rows = [{"input_ids": [number, row, *range(row % 5)]} for row in range(size)]
+        write_rows(tmp_path / name, rows)
+    return tmp_path
+
+
+def config_of(folder, names=tuple(SIZES), **settings) -> train.Data:
+    sources = {name: {"path": str(folder / name), "weight": WEIGHTS[name]} for name in names}
+    return train.Data(sources=sources, format="tokens", packing="none", sequence_length=8, **settings)
+
+
+def rows_read(data, start: int, count: int) -> list[tuple[str, int]]:
+    rows = [data.read(row)[0, :2].tolist() for row in data.rows_at(start, count)]
+    return [(list(SIZES)[source], row) for source, row in rows]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
+def test_the_stream(folder, seed):
+    """From any position on; in each block the exact shares; and each source goes on as if it were alone."""
+    data, _ = train.load_data(config_of(folder), None, seed)
+    stream = rows_read(data, 0, 400)
+    assert stream == mixed(seed, 400, COUNTS, SIZES)
+    for start, count in (0, 1), (9, 1), (9, 2), (10, 10), (13, 57), (395, 5):
+        assert rows_read(data, start, count) == stream[start : start + count]
+    for begin in range(0, 400, 10):
+        block = [source for source, _ in stream[begin : begin + 10]]
+        assert {name: block.count(name) for name in SIZES} == COUNTS
+    orders = {tuple(source for source, _ in stream[begin : begin + 10]) for begin in range(0, 400, 10)}
+    assert len(orders) > 30
+    for name, size in SIZES.items():
+        assert [row for source, row in stream if source == name][:100] == shuffled(seed, size, 400)[
+            : 40 * COUNTS[name]
+        ][:100]
+    lengths, targets = data.sizes(data.rows_at(0, 400))
+    assert lengths.tolist() == [2 + row % 5 for _, row in stream] and (targets == lengths - 1).all()
+    far = 10**9 + 3
+    assert rows_read(data, far, 5) == rows_read(data, far - 3, 8)[3:]
+
+
+def test_a_source_does_not_notice_the_others(folder):
+    some, _ = train.load_data(config_of(folder, ["web", "math"]), None, 3)
+    all, _ = train.load_data(config_of(folder), None, 3)
+    for name in "web", "math":
+        one, other = ([row for source, row in rows_read(data, 0, 70) if source == name] for data in (some, all))
+        shared = min(len(one), len(other))
+        assert shared >= 14 and one[:shared] == other[:shared]
+
+
+def test_a_single_source_is_the_short_form(folder):
+    mixture, _ = train.load_data(config_of(folder, ["code"]), None, 5)
+    alone = train.Data(path=str(folder / "code"), format="tokens", packing="none", sequence_length=8)
+    alone, _ = train.load_data(alone, None, 5)
+    assert isinstance(alone, train.Dataset)
+    assert mixture.rows_at(17, 300).tolist() == alone.rows_at(17, 300).tolist()
+    assert all((mixture.read(row) == alone.read(row)).all() for row in range(23))
+
+
+@pytest.mark.parametrize(
+    "weights, counts",
+    [
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([3, 1], [3, 1]),
+        ([30, 10], [3, 1]),
+        ([0.5, 0.5], [1, 1]),
+        ([1e-3, 0.999], [1, 999]),
+        ([2.5], [1]),
+        ([1 / 3, 2 / 3], [1, 2]),
+        ([0.33333, 0.66666, 0.00001], None),
+        ([1e-5, 1], None),
+    ],
+)
+def test_rows_per_block(weights, counts):
+    sources = {f"s{at}": train.WeightedSource(path="x", weight=weight) for at, weight in enumerate(weights)}
+    if counts:
+        assert train.rows_per_block(sources) == counts
+    else:
+        with pytest.raises(train.UserError, match="data.sources: the weights .* 10,000 are the most; round them"):
+            train.rows_per_block(sources)
+
+
+def test_a_share_of_each_source_is_held_out(folder):
+    kept, evaluations = train.load_data(config_of(folder, eval_fraction=0.25), None, 0)
+    held_out = evaluations[""]
+    assert {name: len(data) for name, data in held_out.sources.items()} == {"web": 3, "code": 6, "math": 1}
+    parts = [{tuple(data.read(row)[0, :2]) for row in range(len(data))} for data in (kept, held_out)]
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == {(source, row) for source, size in enumerate(SIZES.values()) for row in range(size)}
+
+
+def test_formats_and_columns_of_their_own(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 4)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "p", "body": "xy"}\n' * 4)
+    sources = {
+        "a": {"files": str(tmp_path / "a.jsonl"), "weight": 1},
+        "b": {"files": str(tmp_path / "b.jsonl"), "weight": 1, "column": "body"},
+    }
+    data = train.Data(sources=sources, packing="none", sequence_length=8)
+    data, _ = train.load_data(data, transformers.ByT5Tokenizer(), 0)
+    texts = [bytes(token - 3 for token in data.read(row)[0, :-1].tolist()).decode() for row in data.rows_at(0, 8)]
+    assert sorted(texts) == ["abc"] * 4 + ["xy"] * 4
+
+
+def mixed_config(folder) -> tuple[dict, dict[str, list]]:
+    config = tiny_config(folder)
+    rows = {}
+    for number, (name, size) in enumerate(SIZES.items()):
+        lengths = np.random.default_rng(number).integers(2, 25, size).tolist()
+        rows[name] = make_rows(lengths, seed=number, masked=0.3 if name == "code" else 0.0)
+        write_rows(folder / name, rows[name])
+    sources = {name: {"path": str(folder / name), "weight": WEIGHTS[name]} for name in SIZES}
+    config["data"] |= {"path": None, "sources": sources, "eval_source": None}
+    config["run"] |= {"max_steps": 12, "save_every": 5, "keep_checkpoints": 9}
+    return config, rows
+
+
+def test_the_run_is_that_of_a_plain_loop(tmp_path):
+    """On one process, and on two; then again from step 5 on three."""
+    config, rows = mixed_config(tmp_path)
+    stream = [rows[name][row] for name, row in mixed(config["run"]["seed"], 120, COUNTS, SIZES)]
+    did = train_reference(config, lambda step: stream[10 * step - 10 : 10 * step])
+    done = run(tmp_path, config, "--batch.max_micro_batch_size", 3)
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    assert done.logged("train/epoch")[-1] == pytest.approx(120 / 36)  # Rows, of all that there are.
+    # 120 rows: 60 of the 9, 36 of the 23, 24 of the 4.
+    for line in ("web: 9 rows, seen 6.67 times", "code: 23 rows, seen 1.57 times", "math: 4 rows, seen 6.00 times"):
+        assert f"Source {line} in the run" in done.output
+    for processes, resume in (2, "auto"), (3, done.folder / "checkpoints" / "step-00000005"):
+        options = "--run.resume", resume, "--run.output_dir", tmp_path / f"on-{processes}"
+        other = launch(tmp_path, config, *options, processes=processes, warm=True)
+        assert difference(other.weights, done.weights) < 1e-5
+        assert other.losses == pytest.approx(done.losses[-len(other.losses) :], rel=1e-6)
+    assert other.launches == [5]
+
+
+def test_other_weights_are_another_run(tmp_path):
+    config, _ = mixed_config(tmp_path)
+    run(tmp_path, config, "--run.max_steps", 5)
+    done = run(tmp_path, config, "--data.sources.web.weight", 0.6, "--run.max_steps", 6, expect=2)
+    assert "data.sources.web.weight: 0.5 in the checkpoint, 0.6 now" in done.output
+
+
+A = {"path": "x", "weight": 1}
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ({"sources": {"a": A}, "path": "x"}, "data: give exactly one of path, files, sources"),
+        ({"sources": {}}, "data: give exactly one of path, files, sources"),
+        ({"sources": {"a": A | {"weight": 0}}}, "data.sources.a.weight: Input should be greater than 0"),
+        ({"sources": {"a": A | {"weight": -0.5}}}, "data.sources.a.weight: Input should be greater than 0"),
+        ({"sources": {"a": {"path": "x"}}}, "data.sources.a.weight: Field required"),
+        ({"sources": {"a": {"weight": 1}}}, "data.sources.a: give exactly one of path, files"),
+        ({"sources": {"a": A | {"files": "y"}}}, "data.sources.a: give exactly one of path, files"),
+        (
+            {"sources": {"a": {"files": "y", "split": "test", "weight": 1}}},
+            "data.sources.a.split go with data.sources.a.path",
+        ),
+        (
+            {"sources": {"a": A | {"wieght": 1}}},
+            "data.sources.a.wieght: unknown key; did you mean data.sources.a.weight?",
+        ),
+        ({"sources": {"a": A | {"fils": "y"}}}, "data.sources.a.fils: unknown key; did you mean data.sources.a.files?"),
+        ({"sources": {"a": A | {"format": "tokens"}}}, "data.sources.a.format: tokens do not mix with texts"),
+        ({"sources": {"a b": A}}, "data.sources.a b: a name has only letters"),
+        ({"source": {"a": A}}, "data.source: unknown key; did you mean data.sources?"),
+        ({"sources": {"a": A, "b": A | {"weight": 1e-6}}}, "data.sources: the weights 1.0 and 1e-06"),
+        ({"sources": {"a": A}, "eval_fraction": 0.1}, "eval.max_rows: would take held-out rows of the first"),
+    ],
+)
+def test_bad_sources(tmp_path, data, words):
+    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 1}, "model": {"pretrained": "x"}, "data": data}
+    config["eval"] = {"max_rows": 3}
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    with pytest.raises(train.UserError) as error:
+        train.load_config(["--config", str(tmp_path / "c.yaml")])
+    assert words in str(error.value)
+
+
+def test_epochs_and_an_empty_source(tmp_path):
+    config, _ = mixed_config(tmp_path)
+    done = run(tmp_path, config, "--run.max_steps", "null", "--run.max_epochs", 2, expect=2)
+    assert "data.sources: each has epochs of its own" in done.output
+    write_rows(tmp_path / "empty", [{"input_ids": [1]}])
+    done = run(tmp_path, config, "--data.sources.web.path", tmp_path / "empty", expect=2)
+    assert "error: data.sources.web: data or data.eval_source: there is no target token" in done.output
+
+
+def test_help_names_the_mapping():
+    assert "--data.sources  dict[str, WeightedSource] | None, default null" in train.help_text()
