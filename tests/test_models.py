@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers import VOCABULARY, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import train
 
@@ -236,37 +237,117 @@ def test_flops_of_a_mixture():
     assert flops[1] - flops[0] == 6 * 3 * 32 * 48 * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "phi", "gpt2", "opt", "mixtral"])  # With a bias, tied, tied and projected.
-def test_a_chunked_loss_has_the_same_gradients(name):
-    """2,500 tokens are three chunks, the last a part of one; gradients against those of all logits at once."""
-    rng, found = np.random.default_rng(2), []
-    shape = FULL[name] | {"max_position_embeddings": 1250, "n_positions": 1250}
-    model = build(name, shape, "sdpa")
-    rows = [np.stack([*rng.integers(3, 97, (2, 1250)), np.arange(1250)]) for _ in range(2)]
-    rows[0][1, 100:300] = -100
-    for chunked in (False, True):
-        model.zero_grad()
+HEADS = {  # What is behind the layers: a bias; the embedding; that and a projection; what scales or bounds the logits.
+    "llama": ("llama", FULL["llama"], None),
+    "phi": ("phi", FULL["phi"], None),
+    "gpt2": ("gpt2", FULL["gpt2"], None),
+    "opt": ("opt", FULL["opt"] | {"word_embed_proj_dim": 16}, None),
+    "mixtral": ("mixtral", FULL["mixtral"], None),
+    "gemma3": ("gemma3_text", PARTLY["gemma3"][1] | {"final_logit_softcapping": 0.05}, None),
+    "granite": ("granite", FULL["granite"] | {"logits_scaling": 7.0}, None),
+    "cohere": ("cohere", FULL["cohere"] | {"logit_scale": 0.3}, None),
+    "layers frozen": ("llama", FULL["llama"], {"r": 2, "target_modules": ["lm_head"]}),
+    "output layer frozen": ("llama", FULL["llama"], {"r": 2, "target_modules": ["q_proj"]}),
+}
+
+
+def pass_of(model: torch.nn.Module, chunked: bool, bf16: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss per target of 2 x 80 tokens, and its gradients."""
+    rng = np.random.default_rng(2)
+    rows = [np.stack([*rng.integers(3, 97, (2, 80)), np.arange(80)]) for _ in range(2)]
+    rows[0][1, 10:30] = -100
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss, sums = train.compute_loss(model, train.collate(rows, torch.device("cpu"), joined=True), chunked)
-        assert sums["loss"] == loss
-        loss = loss / 2300
-        loss.backward()
-        found.append((loss.item(), {name: weight.grad for name, weight in model.named_parameters()}))
-    (loss, gradients), (chunked_loss, others) = found
+    assert sums["loss"] == loss
+    loss = loss / 140
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def build_head(case: str) -> torch.nn.Module:
+    name, shape, lora = HEADS[case]
+    model = build(name, shape | {"max_position_embeddings": 80, "n_positions": 80}, "sdpa")
+    return train.add_lora(model, lora) if lora else model
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
+    """In three chunks, the last a part of one, against all logits at once."""
+    monkeypatch.setattr(train, "CHUNK", 64)
+    model = build_head(case)
+    (loss, gradients), (chunked_loss, others) = pass_of(model, False), pass_of(model, True)
     assert chunked_loss == pytest.approx(loss, rel=1e-6)
-    for weight in gradients:
-        assert torch.allclose(gradients[weight], others[weight], rtol=0, atol=1e-5 * gradients[weight].abs().max())
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for name, gradient in gradients.items():  # Some are 0, but for rounding.
+        bound = 1e-5 * gradient.abs().max() + 1e-7 * largest
+        assert torch.allclose(gradient, others[name], rtol=0, atol=bound), name
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_a_chunked_loss_is_refused_where_logits_are_scaled(tmp_path, name):
-    """The one bounds them, the other divides them, after the output layer; either would be missed."""
-    scaled = {"gemma2": {"final_logit_softcapping": 0.01, "head_dim": 8}, "granite": {"logits_scaling": 8.0}}[name]
+def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
+    """160 chunks are no worse than all logits at once. Added up in bf16, they would be four times as far off."""
+    monkeypatch.setattr(train, "CHUNK", 1)
+    model = build_head("llama")
+    _, exact = pass_of(model, chunked=False)
+    (loss, whole), (chunked_loss, chunked) = (pass_of(model, kind, bf16=True) for kind in (False, True))
+    assert chunked_loss == pytest.approx(loss, rel=1e-3)
+    for name, gradient in exact.items():
+        assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
+
+
+class Logits(TorchDispatchMode):
+    """Notes how many rows of logits there are in one tensor, at most."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (97,):
+            self.rows = max(self.rows, result.numel() // 97)
+        return result
+
+
+def test_a_chunked_loss_holds_few_logits_and_computes_none_twice(monkeypatch):
+    monkeypatch.setattr(train, "CHUNK", 64)
+    model = build_head("llama")
+    flops, rows = [], []
+    for chunked in (False, True):
+        with FlopCounterMode(display=False) as counter, Logits() as logits:
+            pass_of(model, chunked)
+        flops.append(counter.get_total_flops())
+        rows.append(logits.rows)
+    assert rows == [160, 64] and flops[0] == flops[1]
+
+
+def test_a_chunked_loss_is_refused_where_the_logits_need_more_than_states(tmp_path):
+    """transformers says of this family that its layers are the whole model."""
     config = tiny_config(tmp_path)
-    shape = SHAPE | scaled | {"model_type": name, "vocab_size": 384}
-    config["model"] = {"architecture": shape, "chunked_loss": True, "attention": "eager"}
-    assert "model.chunked_loss" in run(tmp_path, config, expect=2).output
+    config["model"] = {"architecture": {"model_type": "llama4_text", **SHAPE, "vocab_size": 384}, "chunked_loss": True}
+    config["model"]["architecture"] |= {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    message = run(tmp_path, config, expect=2).output
+    assert message.count("error: ") == 1
+    assert "model.chunked_loss: a llama4_text" in message and "use false" in message
     config["model"]["chunked_loss"] = False
     assert run(tmp_path, config, "--run.max_steps", 5).losses
+
+
+def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
+    """Here the logits depend on the tokens themselves, of which the states do not know."""
+    model = build("llama", SHAPE, "sdpa")
+    forward = model.forward
+
+    def with_more(input_ids=None, **inputs):
+        outputs = forward(input_ids=input_ids, **inputs)
+        if input_ids is not None:
+            outputs.logits = outputs.logits * 2
+        return outputs
+
+    train.check_loss(model, "concat", chunked=True)
+    monkeypatch.setattr(model, "forward", with_more)
+    train.check_loss(model, "concat", chunked=False)
+    with pytest.raises(train.UserError, match="model.chunked_loss: a llama .* use false"):
+        train.check_loss(model, "concat", chunked=True)
+    assert model.forward is with_more and model.model is model.get_decoder()
 
 
 def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
@@ -310,13 +391,14 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("packing", ["none", "concat"])
-def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing):
+@pytest.mark.parametrize("packing, chunked", [("none", False), ("concat", False), ("concat", True)])
+def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing, chunked):
     """Ten more steps of two micro-steps, with clipping and guard, read as often as ten fewer if they log as often."""
     config = tiny_config(tmp_path)
     config["run"] |= {"log_every": 100, "save_every": 0}
     config["batch"]["max_micro_batch_size"] = 5
     config["data"] |= {"packing": packing, "eval_source": None}
+    config["model"]["chunked_loss"] = chunked
     counts, loop = [], train.training_loop
 
     def counted(*args):

@@ -19,7 +19,10 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "big_data --sparse": ("--rows 20000", r"^a row is read in [\d.]+ times the time, and again in "),
     "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
-    "chunked_loss": ("--rounds 1 --vocab-size 500 --tokens 1024", r"^chunked / whole: memory [\d.]+, time [\d.]+$"),
+    "chunked_loss": (
+        "--rounds 1 --vocab-size 500 --tokens 1024",
+        r"^model\.chunked_loss .* memory [\d.]+, time [\d.]+$",
+    ),
     "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
     "documents": (
         "--rounds 1 --rows 1 --lengths 64",
