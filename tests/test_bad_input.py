@@ -903,7 +903,7 @@ case(
     "the number of processes, 3, must be a multiple of 2",
     "multiple of 2",
     argv=[*CONFIG, "--plan", "3"],
-    env={"PARALLELISM_CONFIG_TP_SIZE": "2"},
+    env={"PARALLELISM_CONFIG_SP_SIZE": "2"},
 )
 case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})

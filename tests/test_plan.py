@@ -270,7 +270,7 @@ def test_plan_of_even_splits_names_no_alternative(plans):
 
 def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
     """accelerate passes parallelism on in the environment: 8 processes in groups of 2 are 4 ranks, 6 are 3."""
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     table, _ = plans(8, 6)
     columns = "processes", "data_parallel", "grad_accum"
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]

@@ -1,6 +1,9 @@
 """Sequence parallelism is the run of a plain loop, too: ranks that share rows, under DDP and FSDP2."""
 
+import re
+from functools import cache, partial
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, difference, launch, make_rows, run, tiny_config, tiny_model, write_rows
+from helpers import ROOT, VOCABULARY, Done, difference, launch, make_rows, run, tiny_config, tiny_model, write_rows
 from reference import shuffled, train_reference
 
 import train
@@ -51,19 +54,208 @@ CASES = {
     "FSDP2": (4, by_file(2), (), {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
     "FSDP2, synchronized at once": (2, by_file(2), IMMEDIATE, {"data_parallel_size": 1, "grad_accum_steps": 4}),
 }
+FAST = ("4 share 2 key heads", "FSDP2")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_plain_loop(truth, tmp_path, case):
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case. Each is made once."""
+
+    @cache
+    def result(case: str, *more) -> Done:
+        processes, how, settings, plan = CASES[case]
+        folder = tmp_path_factory.mktemp("run")
+        limit = "--batch.max_micro_batch_size", 3
+        done = launch(folder, truth[0], *limit, *settings, *more, processes=processes, **how)
+        assert {name: done.metrics[0][f"plan/{name}"] for name in plan} == plan
+        assert done.metrics[0]["plan/num_processes"] == processes
+        return done
+
+    return result
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_equals_the_plain_loop(truth, runs, case):
     """With clipping, uneven batches and evaluation. Every token is counted once."""
-    config, did, tokens = truth
-    processes, how, settings, plan = CASES[case]
-    done = launch(tmp_path, config, "--batch.max_micro_batch_size", 3, *settings, processes=processes, **how)
-    assert {name: done.metrics[0][f"plan/{name}"] for name in plan} == plan
-    assert done.metrics[0]["plan/num_processes"] == processes
+    _, did, tokens = truth
+    done = runs(case)
     did.check(done)
     assert done.logged("train/target_tokens") == list(accumulate(did.targets))
     assert done.logged("train/tokens")[:30] == tokens
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
     assert "UserWarning" not in done.output and "FutureWarning" not in done.output
+
+
+@pytest.mark.slow
+def test_checkpoint_moves(truth, runs, tmp_path):
+    """From DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
+    config, did, _ = truth
+
+    def check(done: Done, after: int) -> None:
+        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
+        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
+
+    def checkpoint(done: Done, step: int) -> tuple:
+        return "--run.resume", done.folder / "checkpoints" / f"step-000000{step}"
+
+    moved = runs("FSDP2", *checkpoint(runs("DDP"), 10))
+    check(moved, 10)
+    check(run(tmp_path, config, *checkpoint(moved, 20), "--run.output_dir", tmp_path / "one"), 20)
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
+    check(runs("4 share 2 key heads", *checkpoint(one, 20)), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true"),
+        ("--model.compile", "regional"),
+        ("--model.compile", "regional", "--model.gradient_checkpointing", "true"),
+        ("--batch.max_micro_batch_size", "auto"),
+    ],
+    ids=lambda settings: " ".join(settings[::2]),
+)
+def test_with_other_settings(truth, tmp_path, settings):
+    config, did, _ = truth
+    done = launch(tmp_path, config, *settings, processes=2, **share(2))
+    assert done.metrics[0]["plan/micro_batch_size"] == 10  # With auto: as many as one group has, and not a half.
+    did.check(done)
+    assert "recompile_limit" not in done.output
+
+
+@pytest.mark.slow
+def test_in_bf16(truth, tmp_path):
+    """What the ranks send each other is bf16, too."""
+    config, did, _ = truth
+    how = share(2) | {"options": ("--mixed_precision", "bf16")}
+    losses = launch(tmp_path, config, "--run.max_steps", 5, processes=2, **how).losses
+    np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
+    assert losses != pytest.approx(did.losses[:5], rel=1e-6)
+
+
+def windowed_model(folder: Path) -> Path:
+    """Layers that see a window of 4 tokens only, and fewer key heads than ranks."""
+    torch.manual_seed(1)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    found = transformers.MistralConfig(**heads, **shape, use_cache=False)
+    transformers.AutoModelForCausalLM.from_config(found).save_pretrained(folder)
+    return folder
+
+
+LEARNED_POSITIONS = pytest.param(partial(tiny_model, learned_positions=True), 2, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("model, processes", [(windowed_model, 4), LEARNED_POSITIONS])
+def test_packed_documents_are_as_if_alone(tmp_path, model, processes):
+    """A document may begin on one rank and end on another, and see a window or positions that are learned."""
+    documents, pieces, at = make_rows([5, 7, 20, 1, 9, 16, 3], seed=3), [], 0
+    for ids in (document["input_ids"] for document in documents):
+        edges = [0, *range(16 - at % 16, len(ids), 16), len(ids)]  # The stream of documents is cut at multiples of 16.
+        pieces += [{"input_ids": ids[low:high]} for low, high in zip(edges, edges[1:])]
+        at += len(ids)
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 8
+    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}  # 61 tokens are 4 rows: each step sees all.
+    source = {"path": str(write_rows(tmp_path / "documents", documents)), "format": "tokens", "tokenizer": "bytes"}
+    config["data"] = source | {"packing": "concat", "sequence_length": 16}
+    config["model"] = {"pretrained": str(model(tmp_path / "start"))}
+    done = launch(tmp_path, config, processes=processes, **share(processes))
+    train_reference(config, lambda step: pieces).check(done)
+
+
+def test_parts_of_a_row(monkeypatch):
+    """Together the ranks have each token once, in order, and as many each."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    row = np.array([np.arange(5, 12), np.arange(6, 13), [0, 1, 2, 0, 1, 2, 3]])
+    batch = train.collate([row], torch.device("cpu"), joined=True)
+    parts = []
+    for rank in range(4):
+        sharer = strategy(processes=4, rank=rank)
+        sharer.ranks = None
+        parts.append(sharer.shard(batch))
+    for name, filler in ("input_ids", 0), ("targets", -100), ("position_ids", 0):
+        assert [part[name].shape for part in parts] == [(1, 2)] * 4
+        assert torch.cat([part[name] for part in parts], 1).tolist() == [[*batch[name][0].tolist(), filler]]
+    for part in parts:
+        assert part["documents"].lengths == (3, 4, 1) and part["documents"].longest == 4
+        assert part["documents"].ends.tolist() == [0, 3, 7, 8] and part["documents"].ends.dtype == torch.int32
+
+
+def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1, length: int = 24):
+    """A SequenceParallel without processes."""
+    parallelism = SimpleNamespace(dp_replicate_size=copies)
+    data = SimpleNamespace(sequence_length=length)
+    accelerator = SimpleNamespace(
+        num_processes=processes, process_index=rank, parallelism_config=parallelism, is_fsdp2=fsdp2
+    )
+    config = SimpleNamespace(data=data, model=train.Model(pretrained="any"), optim=train.Optim())
+    kind = train.SequenceParallelFSDP2 if fsdp2 else train.SequenceParallelDDP
+    return kind(config, accelerator)
+
+
+def test_who_shares_with_whom(monkeypatch):
+    """Neighbours, which are on one machine."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    ranks = [strategy(processes=6, rank=rank) for rank in range(6)]
+    assert [(one.data_parallel_rank, one.rank_in_group) for one in ranks] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    assert {one.data_parallel_size for one in ranks} == {3}
+    for one in ranks:
+        one.check()
+
+
+@pytest.mark.parametrize(
+    "launched, message",
+    [
+        ({"processes": 3}, "3 processes are no multiple of parallelism_config_sp_size, 2"),
+        ({"processes": 4, "fsdp2": True, "copies": 2}, "sequence parallelism cannot be combined with HSDP"),
+    ],
+)
+def test_refused_launches(monkeypatch, launched, message):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(train.UserError, match=message):
+        strategy(**launched).check()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "size, change, attention, message",
+    [
+        (3, {}, train.DOCUMENTS, "parallelism_config_sp_size 3 must divide the 4 attention heads"),
+        (
+            2,
+            {},
+            "eager",
+            "parallelism_config_sp_size 2 needs model.attention sdpa, and a model that works without padd",
+        ),
+        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, train.DOCUMENTS, "<= 16"),
+        (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, train.DOCUMENTS, "<= 20"),
+        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 24}}, train.DOCUMENTS, None),
+        (4, {}, train.DOCUMENTS, None),
+    ],
+)
+def test_refused_models(monkeypatch, size, change, attention, message):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", str(size))
+    found = transformers.LlamaConfig(num_attention_heads=4, hidden_size=32, max_position_embeddings=20, **change)
+    found._attn_implementation = attention
+    check = partial(strategy(processes=12).check_model, SimpleNamespace(config=found))
+    if message is None:
+        check()
+    else:
+        with pytest.raises(train.UserError, match=message):
+            check()
+
+
+def test_refused_with_one_message(tmp_path):
+    config = tiny_config(tmp_path)
+    output = launch(tmp_path, config, "--model.attention", "eager", processes=2, expect=None, **share(2)).output
+    [message] = re.findall("^error: .*", output, re.M)
+    assert message.startswith("error: launch: parallelism_config_sp_size 2 needs model.attention sdpa")

@@ -155,6 +155,18 @@ def fsdp(script: Script) -> None:
     script.replace("choose_strategy", "accelerator.is_fsdp2", "False")
 
 
+def sequence_parallel(script: Script) -> None:
+    script.replace("print_plans", "sequence_parallel_size()", "1")
+    script.replace("choose_strategy", "sequence_parallel_size() > 1", "False")
+    script.drop_field("Documents.ranks", None)
+    for function, call in (
+        ("DDP.forward_backward", "self.shard(batch)"),
+        ("evaluate", "strategy.shard(batch)"),
+        ("largest_micro_batch", "strategy.shard(batch)"),
+    ):
+        script.replace(function, call, "batch")
+
+
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_element("WeightedSource.format", "chat")
@@ -180,6 +192,7 @@ FEATURES = {
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,
+    "sequence parallelism": sequence_parallel,
     "chat": chat,
 }
 

@@ -7,5 +7,5 @@ CONFIGS = [
 ]
 LAUNCHERS = [
     ROOT / "accelerate_configs" / f"{name}.yaml"
-    for name in ("cpu", "fp8", "fsdp2", "hsdp", "multi_gpu", "multi_node", "single")
+    for name in ("cpu", "fp8", "fsdp2", "hsdp", "multi_gpu", "multi_node", "sequence_parallel", "single")
 ]

@@ -6,6 +6,7 @@ Only sizes and names are replaced. Formats, packing, schedules, adapters, compil
 """
 
 import json
+import math
 import re
 import shlex
 
@@ -116,10 +117,12 @@ def test_accelerate_understands(file):
     args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
     assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
     assert (args.fp8_backend == "AO") == (file.stem == "fp8")
-    assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp")) and int(args.fsdp_version) == (2 if args.use_fsdp else 1)
+    assert args.use_fsdp == (file.stem in ("fsdp2", "hsdp", "sequence_parallel"))
+    assert int(args.fsdp_version) == (2 if args.use_fsdp else 1)
     assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node")) and args.use_cpu == (file.stem == "cpu")
-    if file.stem == "hsdp":
-        assert args.parallelism_config_dp_replicate_size * args.parallelism_config_dp_shard_size == args.num_processes
+    sizes = ("dp_replicate", "dp_shard", "sp")
+    product = math.prod(getattr(args, f"parallelism_config_{size}_size") for size in sizes)
+    assert product == (args.num_processes if config.parallelism_config else 1)
 
 
 @pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: file.stem)

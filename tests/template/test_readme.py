@@ -183,7 +183,7 @@ def test_what_they_launch_runs(tmp_path, texts, launched):
 def test_enough_commands_are_found():
     assert len(LAUNCHES) > 12 and len(different_runs()) >= 2
     table = re.findall(r"^\| (?:a CPU|\d+ (?:GPUs?|nodes).*?) \| .*?`(accelerate launch [^`]+)`", TEXT[PAGES[0]], re.M)
-    assert len(table) == 5 and set(table) <= set(LAUNCHES)
+    assert len(table) == 6 and set(table) <= set(LAUNCHES)
 
 
 @pytest.mark.parametrize("shown", re.findall(r"^\$ (python train\.py .*)\n((?:.+\n)+?)```", README, re.M))
