@@ -113,8 +113,6 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     "settings",
     [
         ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true"),
-        ("--model.compile", "regional"),
-        ("--model.compile", "regional", "--model.gradient_checkpointing", "true"),
         ("--batch.max_micro_batch_size", "auto"),
     ],
     ids=lambda settings: " ".join(settings[::2]),
@@ -124,7 +122,20 @@ def test_with_other_settings(truth, tmp_path, settings):
     done = launch(tmp_path, config, *settings, processes=2, **share(2))
     assert done.metrics[0]["plan/micro_batch_size"] == 10  # With auto: as many as one group has, and not a half.
     did.check(done)
-    assert "recompile_limit" not in done.output
+
+
+WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
+
+
+@pytest.mark.slow
+def test_compiled(truth, tmp_path, monkeypatch):
+    """The lengths, which are others in each step, are not compiled again and again."""
+    config, did, _ = truth
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    settings = "--model.compile", "regional", "--model.gradient_checkpointing", "true"
+    done = launch(tmp_path, config, *WARMUP, *settings, processes=2, timeout=600, **share(2) | {"warm": False})
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    assert "recompile_limit" not in done.output and done.output.count("Recompiling function") <= 2 * 2 * 2
 
 
 @pytest.mark.slow
@@ -132,7 +143,7 @@ def test_in_bf16(truth, tmp_path):
     """What the ranks send each other is bf16, too."""
     config, did, _ = truth
     how = share(2) | {"options": ("--mixed_precision", "bf16")}
-    losses = launch(tmp_path, config, "--run.max_steps", 5, processes=2, **how).losses
+    losses = launch(tmp_path, config, *WARMUP, processes=2, **how).losses
     np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
     assert losses != pytest.approx(did.losses[:5], rel=1e-6)
 
