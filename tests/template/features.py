@@ -159,12 +159,9 @@ def sequence_parallel(script: Script) -> None:
     script.replace("print_plans", "sequence_parallel_size()", "1")
     script.replace("choose_strategy", "sequence_parallel_size() > 1", "False")
     script.drop_field("Documents.ranks", None)
-    for function, call in (
-        ("DDP.forward_backward", "self.shard(batch)"),
-        ("evaluate", "strategy.shard(batch)"),
-        ("largest_micro_batch", "strategy.shard(batch)"),
-    ):
-        script.replace(function, call, "batch")
+    script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
+    script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
+    script.drop_statements("evaluate_one", "shard")
 
 
 def chat(script: Script) -> None:
