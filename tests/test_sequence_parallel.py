@@ -1,5 +1,6 @@
 """Sequence parallelism is the run of a plain loop, too: ranks that share rows, under DDP and FSDP2."""
 
+import math
 import re
 from functools import cache, partial
 from itertools import accumulate
@@ -42,7 +43,9 @@ def truth(tmp_path_factory):
     assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 25
     tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
     assert any(count % 4 for count in tokens)  # Not all micro-batches are divisible without more.
-    return config, did, tokens
+    learned = [label for row in held_out for label in row["labels"][1:] if label != -100]
+    bytes_per_token = sum(3 <= label < 259 for label in learned) / len(learned)  # The ids of ByT5 that are bytes.
+    return config, did, tokens, bytes_per_token
 
 
 # Processes, how they are launched, settings; then how many groups share the 10 rows of a step, and in how many passes.
@@ -52,7 +55,12 @@ CASES = {
     "4 share 2 key heads": (4, share(4), (), {"data_parallel_size": 1, "micro_batch_size": 3, "grad_accum_steps": 4}),
     "DDP": (4, share(2), IMMEDIATE, {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
     "FSDP2": (4, by_file(2), (), {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
-    "FSDP2, synchronized at once": (2, by_file(2), IMMEDIATE, {"data_parallel_size": 1, "grad_accum_steps": 4}),
+    "FSDP2, by the real command": (
+        2,
+        by_file(2) | {"warm": False},
+        IMMEDIATE,
+        {"data_parallel_size": 1, "grad_accum_steps": 4},
+    ),
 }
 FAST = ("4 share 2 key heads", "FSDP2")
 
@@ -79,20 +87,24 @@ def runs(truth, tmp_path_factory):
 )
 def test_equals_the_plain_loop(truth, runs, case):
     """With clipping, uneven batches and evaluation. Every token is counted once."""
-    _, did, tokens = truth
-    done = runs(case)
+    _, did, tokens, bytes_per_token = truth
+    done, processes = runs(case), CASES[case][0]
     did.check(done)
     assert done.logged("train/target_tokens") == list(accumulate(did.targets))
     assert done.logged("train/tokens")[:30] == tokens
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    bits = [loss / math.log(2) / bytes_per_token for loss in did.eval_losses.values()]
+    assert done.logged("eval/bits_per_byte") == pytest.approx(bits, rel=1e-6)
+    rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
     assert "UserWarning" not in done.output and "FutureWarning" not in done.output
 
 
 @pytest.mark.slow
 def test_checkpoint_moves(truth, runs, tmp_path):
     """From DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
-    config, did, _ = truth
+    config, did, *_ = truth
 
     def check(done: Done, after: int) -> None:
         assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
@@ -118,7 +130,7 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     ids=lambda settings: " ".join(settings[::2]),
 )
 def test_with_other_settings(truth, tmp_path, settings):
-    config, did, _ = truth
+    config, did, *_ = truth
     done = launch(tmp_path, config, *settings, processes=2, **share(2))
     assert done.metrics[0]["plan/micro_batch_size"] == 10  # With auto: as many as one group has, and not a half.
     did.check(done)
@@ -130,7 +142,7 @@ WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate
 @pytest.mark.slow
 def test_compiled(truth, tmp_path, monkeypatch):
     """The lengths, which are others in each step, are not compiled again and again."""
-    config, did, _ = truth
+    config, did, *_ = truth
     monkeypatch.setenv("TORCH_LOGS", "recompiles")
     settings = "--model.compile", "regional", "--model.gradient_checkpointing", "true"
     done = launch(tmp_path, config, *WARMUP, *settings, processes=2, timeout=600, **share(2) | {"warm": False})
@@ -141,7 +153,7 @@ def test_compiled(truth, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_in_bf16(truth, tmp_path):
     """What the ranks send each other is bf16, too."""
-    config, did, _ = truth
+    config, did, *_ = truth
     how = share(2) | {"options": ("--mixed_precision", "bf16")}
     losses = launch(tmp_path, config, *WARMUP, processes=2, **how).losses
     np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
