@@ -218,7 +218,10 @@ class Script:
     # Cutting
 
     def cut(self, statements: list[ast.stmt], where: str, edits=()) -> None:
-        """Remove statements, and make further edits. What they leave empty goes, too: an if, a loop, a function."""
+        """Remove statements, and make further edits. What they leave empty goes, too: an if, a loop, a function.
+
+        So do the calls of such a function.
+        """
         if not statements:
             raise LookupError(f"{where}: nothing to remove")
         doomed, edits, waiting = set(), list(edits), list(statements)
@@ -241,6 +244,9 @@ class Script:
                 raise ValueError(f"{where}: line {owner.lineno} would be left without its body")
             else:
                 waiting.append(owner)
+                if isinstance(owner, FUNCTIONS) and isinstance(self.parents[owner], ast.Module):
+                    users = [self.parents[call] for call in self.calls(owner.name)]
+                    waiting += [user for user in users if isinstance(user, ast.Expr) and user not in doomed]
         self.edit(edits)
 
     @staticmethod
