@@ -468,8 +468,6 @@ CASES = {
     "full": ("--model.compile", "full"),
     "checkpointing": ("--model.gradient_checkpointing", "true"),
     "chunked": ("--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"),
-    "full, chunked": ("--model.compile", "full", "--model.chunked_loss", "true"),
-    "regional, chunked": ("--model.compile", "regional", "--model.chunked_loss", "true"),
     "regional, checkpointing": ("--model.compile", "regional", "--model.gradient_checkpointing", "true"),
 }
 
@@ -497,8 +495,6 @@ def saved_names(folder: Path) -> set[str]:
         ("alone", "checkpointing"),
         pytest.param("DDP", "full", marks=pytest.mark.slow),
         ("DDP", "chunked"),
-        pytest.param("alone", "full, chunked", marks=pytest.mark.slow),
-        pytest.param("alone", "regional, chunked", marks=pytest.mark.slow),
         pytest.param("DDP", "regional, checkpointing", marks=pytest.mark.slow),
         pytest.param("FSDP2", "regional, checkpointing", marks=pytest.mark.slow),
     ],

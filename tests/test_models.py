@@ -295,6 +295,24 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
         assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["regional", "full"])
+def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
+    """A second pass compiles nothing more, though forward() is another function in each."""
+    monkeypatch.setattr(train, "CHUNK", 64)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE | {"max_position_embeddings": 80})
+    losses = []
+    for compiled in ("none", kind):
+        model = train.build_model(train.Model(compile=compiled, chunked_loss=True), found, 0, seed=3)
+        losses.append(pass_of(model, chunked=True)[0])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs and losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert pass_of(model, chunked=True)[0] == losses[1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 class Logits(TorchDispatchMode):
     """Notes how many rows of logits there are in one tensor, at most."""
 
