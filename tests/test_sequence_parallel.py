@@ -55,10 +55,10 @@ CASES = {
     "4 share 2 key heads": (4, share(4), (), {"data_parallel_size": 1, "micro_batch_size": 3, "grad_accum_steps": 4}),
     "DDP": (4, share(2), IMMEDIATE, {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
     "FSDP2": (4, by_file(2), (), {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
-    "FSDP2, by the real command": (
+    "FSDP2, chunked loss, by the real command": (
         2,
         by_file(2) | {"warm": False},
-        IMMEDIATE,
+        (*IMMEDIATE, "--model.chunked_loss", "true"),
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),
 }
@@ -126,6 +126,7 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     [
         ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true"),
         ("--batch.max_micro_batch_size", "auto"),
+        ("--eval.prompts", "some", "--eval.max_new_tokens", "4"),
     ],
     ids=lambda settings: " ".join(settings[::2]),
 )
