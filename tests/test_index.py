@@ -227,3 +227,14 @@ def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
     write_rows(tmp_path / "rows-384", rows)
     done = run(tmp_path, config, "--data.path", tmp_path / "rows-384", "--run.max_steps", 1, expect=2)
     assert "the training data has token ids 0 to 384, the model's vocabulary is 0 to 383" in done.output
+
+
+def test_compressed_tokens_are_refused(tmp_path):
+    """Their place in the file is not that of the tokens. datasets itself never writes such files."""
+    folder = save(tmp_path / "documents", documents_of(1))
+    for file in folder.glob("*.arrow"):
+        table = pa.ipc.open_stream(file.read_bytes()).read_all()
+        with pa.ipc.new_stream(str(file), table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+            writer.write_table(table)
+    with pytest.raises(train.UserError, match="compressed; save the data set anew"):
+        train.load_data(config_of(folder), None, seed=0)

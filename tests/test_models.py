@@ -475,3 +475,22 @@ def test_new_lengths_are_not_compiled_again(monkeypatch):
     run_some()
     with torch.compiler.set_stance("fail_on_recompile"):
         run_some()
+
+
+def test_a_rank_without_rows_spoils_nothing():
+    """Its token must be a real one: the embedding of a padding token is 0, and this norm would divide by it."""
+    rng = np.random.default_rng(0)
+    data = object.__new__(train.Dataset)
+    data.read = lambda row: as_row(rng.integers(3, 97, 5))
+    [idle] = data.read_rows(np.array([], int))
+    assert idle.shape == (3, 1) and idle[0, 0] >= 3 and idle[1:].tolist() == [[-100], [0]]
+    assert [row.shape for row in data.read_rows(np.array([4, 2]))] == [(3, 5)] * 2
+
+
+def test_models_with_code_of_their_own_keep_their_masks():
+    """A limit of theirs may be larger than what a short try shows."""
+    found = transformers.LlamaConfig(**SHAPE)
+    model = transformers.LlamaForCausalLM(found)
+    assert train.has_known_layers(model)
+    other = type("Own", (transformers.LlamaForCausalLM,), {"__module__": "transformers_modules.own"})(found)
+    assert not train.has_known_layers(other)

@@ -54,6 +54,10 @@ class Dataset:
         """What tells these images from others."""
         return self.images._fingerprint
 
+    def read_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """A rank without rows gets one without a class, because all ranks must take part in a pass."""
+        return [self.read(row) for row in rows] or [np.append(np.zeros(64, int), -100)]
+
     def attention_length(self) -> int:
         """How many patches a patch sees."""
         return self.length
@@ -76,8 +80,8 @@ def load_data(config: Data, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[str, torch.Tensor]:
-    """Images [rows, 1, 8, 8] and classes [rows, 1]. No rows make one without a class: all ranks must take part."""
-    pixels, targets = np.split(np.stack(rows or [np.append(np.zeros(64, int), -100)]), [64], axis=1)
+    """Images [rows, 1, 8, 8] and classes [rows, 1]."""
+    pixels, targets = np.split(np.stack(rows), [64], axis=1)
     batch = {"images": torch.from_numpy(pixels.reshape(-1, 1, 8, 8)) / 255, "targets": torch.from_numpy(targets)}
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
