@@ -315,6 +315,7 @@ case(
 case("everything left out", {"data.files": ["DATA/docs/*.txt", "!*docs*"]}, "data.files", "*docs*")
 case("only patterns to leave out", {"data.files": ["!*.txt"]}, "data.files", "!*.txt")
 case("file types mixed", {"data.files": ["DATA/docs/0.txt", "DATA/good.jsonl"]}, "data.files", ".txt", ".jsonl")
+case("a file for a source", {"data.eval_source": "a.jsonl"}, "data.eval_source: a source is", "files: FILE")
 case("empty file", {"data.files": "TMP/empty.txt"}, "data", "no target", make=file("empty.txt"))
 case("empty table", ROWS, "data", "TMP/rows.jsonl", make=jsonl())
 case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
