@@ -81,6 +81,7 @@ def test_gradients_are_averaged_once_per_step(truth, tmp_path, monkeypatch, sync
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_continued_across_the_stages_on_other_processes(truth, tmp_path):
     """From inside of a stage, from its end, and from the begin of the last one."""
     config, did, ends = truth
@@ -100,6 +101,7 @@ def test_continued_across_the_stages_on_other_processes(truth, tmp_path):
         assert difference(more.weights, did.weights) < 1e-5
 
 
+@pytest.mark.slow
 def test_killed_in_the_warmup(truth, tmp_path):
     """All processes end at once, some steps into the second stage, and others go on."""
     config, did, _ = truth

@@ -53,7 +53,7 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
     assert "Evaluations: masked (5 rows), others-2 (5 rows); eval/loss is that of masked" in done.output
 
 
-@pytest.mark.parametrize("processes, limit", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("processes, limit", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_the_evaluation_is_the_same_however_it_is_split(several, tmp_path, processes, limit):
     config, _ = several
     (tmp_path / "one").mkdir()

@@ -208,6 +208,7 @@ def indexes_of(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in found if str(folder) in file.read_text()}
 
 
+@pytest.mark.slow
 def test_all_processes_and_launches_share_one(tmp_path):
     """Two processes make it once, and three find it."""
     config = tiny_config(tmp_path)

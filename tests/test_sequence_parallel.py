@@ -62,7 +62,7 @@ CASES = {
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),
 }
-FAST = ("4 share 2 key heads", "FSDP2")
+FAST = ("4 share 2 key heads",)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +171,10 @@ def windowed_model(folder: Path) -> Path:
     return folder
 
 
-LEARNED_POSITIONS = pytest.param(partial(tiny_model, learned_positions=True), 2, marks=pytest.mark.slow)
+LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, processes", [(windowed_model, 4), LEARNED_POSITIONS])
 def test_packed_documents_are_as_if_alone(tmp_path, model, processes):
     """A document may begin on one rank and end on another, and see a window or positions that are learned."""
