@@ -479,7 +479,10 @@ def plain(tmp_path_factory):
     config = tiny_config(folder)
     config["run"] |= {"max_steps": 5}
     config["batch"] = {"global_batch_size": 8, "max_micro_batch_size": 4}
-    config["data"] |= {"packing": "concat", "eval_source": None}
+    rows = list(datasets.load_from_disk(config["data"]["path"]))
+    missing = -sum(len(row["input_ids"]) for row in rows) % 24
+    rows += [{"input_ids": list(range(3, 3 + missing)), "labels": list(range(3, 3 + missing))}]
+    config["data"] |= {"path": str(write_rows(folder / "full", rows)), "packing": "concat", "eval_source": None}
     return config, run(folder, config)
 
 
