@@ -309,7 +309,9 @@ def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE | {"max_position_embeddings": 80})
     losses = []
     for compiled in ("none", kind):
-        model = train.build_model(train.Model(compile=compiled, chunked_loss=True), found, 0, seed=3)
+        settings = train.Model(compile=compiled, chunked_loss=True)
+        model = train.build_model(settings, found, 0, seed=3)
+        train.compile_model(model, settings, "none")
         losses.append(pass_of(model, chunked=True)[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs and losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -463,22 +465,29 @@ def test_dropout_that_is_no_module_is_told(tmp_path, name, setting):
     assert "Dropout is on" in run(tmp_path, config).output
 
 
-def test_new_lengths_are_not_compiled_again(monkeypatch):
-    """The first passes make code for any number of tokens and documents. After them nothing is compiled any more."""
+@pytest.mark.parametrize("packing, passes", [("none", 1), ("best_fit", 1), ("concat", 2)])
+def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
+    """The first pass makes code for any number of tokens and documents, and none is made later.
+
+    Full rows have one length. If another one comes all the same, it makes code for all of them.
+    """
     compile = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile(module, backend="eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: compile(module, backend="eager", **how))
+    torch._dynamo.reset()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
-    model = train.build_model(train.Model(compile="regional"), found, 0, seed=3)
+    settings = train.Model(compile="regional")
+    model = train.build_model(settings, found, 0, seed=3)
+    train.compile_model(model, settings, packing)
     rng = np.random.default_rng(0)
 
-    def run_some() -> None:
-        for _ in range(6):
+    def run_some(passes: int) -> None:
+        for _ in range(passes):
             documents = [rng.integers(3, 97, length) for length in rng.integers(2, 30, rng.integers(2, 9))]
             losses(model, [as_row(document) for document in documents]).backward()
 
-    run_some()
+    run_some(passes)
     with torch.compiler.set_stance("fail_on_recompile"):
-        run_some()
+        run_some(6)
 
 
 def test_a_rank_without_rows_spoils_nothing():

@@ -80,6 +80,7 @@ def curves(script: Script) -> None:
 
 
 def compile(script: Script) -> None:
+    script.drop_definition("compile_model")
     script.drop_setting("model.compile", "none")
     script.drop_call_in_with("torch.compiler.set_stance")
 
