@@ -167,8 +167,9 @@ COUNT_FLOPS, COUNTED = train.flops_per_token, {}
 
 
 def flops_per_token(found: transformers.PreTrainedConfig, *more) -> float:
-    """What train.py counts, for each model once: it takes longer than a tiny run."""
-    asked = found.to_json_string(), repr(more)
+    """What train.py counts, for each model once: it takes longer than a tiny run. The length of the documents, which is
+    the last argument, is that of the first run with the model."""
+    asked = found.to_json_string(), repr(more[:-1])
     if asked not in COUNTED:
         COUNTED[asked] = COUNT_FLOPS(found, *more)
     return COUNTED[asked]
@@ -177,7 +178,7 @@ def flops_per_token(found: transformers.PreTrainedConfig, *more) -> float:
 def run(folder: Path, config: dict, *overrides, expect: int | None = 0, curves: bool = False) -> Done:
     """The same command line through main(argv) in this process: one process, no start-up time.
 
-    Unless a test is about them, curves are not drawn. That is most of the time of a tiny run; launches draw theirs.
+    Unless a test is about them, curves are not drawn. That is most of the time of a tiny run; real commands draw them.
     """
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -6,7 +6,8 @@ environment that Accelerate's own code computes for the same command line, and w
 torchrun, the first rank that fails ends the others, and a SIGTERM to the launcher is passed on to all.
 
 What stays different, and why each feature keeps some real commands: the launcher itself, the order of imports, the
-hashes of strings, which are the same in all ranks here, and the end of the interpreter, which end() leaves out.
+hashes of strings, which are the same in all ranks here, curves.png, which is not drawn, and the end of the interpreter,
+which end() leaves out.
 """
 
 import atexit
@@ -123,8 +124,7 @@ def serve(path: str):
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}  # As train.py does first.
     for name in LIBRARIES:
         importlib.import_module(name)
-    # What transformers works out at the first from_pretrained().
-    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    warm_up()
     gc.freeze()  # What is here stays, so that no collection copies it page by page.
     with socket.socket(socket.AF_UNIX) as draft:
         draft.bind(f"{path}.tmp")
@@ -140,6 +140,24 @@ def serve(path: str):
                 break
             connection.close()
     return supervise(connection)
+
+
+def warm_up() -> None:
+    """What libraries work out when they first do something. It starts no threads, which a fork would lose."""
+    import torch
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # At the first from_pretrained().
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    # At a count of FLOPs, here those of helpers.tiny_config(). It takes as long as the steps of most tests.
+    shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False):
+        model.to_empty(device="cpu")
+        model(input_ids=torch.ones(1, 17, dtype=torch.long), use_cache=False).logits.sum().backward()
 
 
 def supervise(connection: socket.socket):
@@ -235,8 +253,10 @@ if __name__ == "__main__":
     environment, sys.argv = serve(sys.argv[1])
     os.environ |= environment
     import numpy as np
+    from matplotlib.figure import Figure
 
     np.random.seed()  # A process of its own begins with numbers of its own.
+    Figure.savefig = lambda *_, **__: None  # To draw curves takes as long as the steps of most tests.
     sys.path[0] = str(Path(sys.argv[0]).parent)
     status = 1  # Of an exception that nobody catches.
     atexit.register(end)
