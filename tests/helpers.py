@@ -258,3 +258,21 @@ def tiny_config(folder: Path) -> dict:
             "max_grad_norm": 1.1,
         },
     }
+
+
+def packed_config(folder: Path) -> tuple[dict, list[dict]]:
+    """8 steps on documents that are packed into rows of 16 tokens, and the pieces that the rows consist of.
+
+    The documents have 61 tokens in 4 rows, and each step sees all of them.
+    """
+    documents, pieces, at = make_rows([5, 7, 20, 1, 9, 16, 3], seed=3), [], 0
+    for ids in (document["input_ids"] for document in documents):
+        edges = [0, *range(16 - at % 16, len(ids), 16), len(ids)]  # The stream of documents is cut at multiples of 16.
+        pieces += [{"input_ids": ids[low:high]} for low, high in zip(edges, edges[1:])]
+        at += len(ids)
+    config = tiny_config(folder)
+    config["run"]["max_steps"] = 8
+    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}
+    source = {"path": str(write_rows(folder / "documents", documents)), "format": "tokens", "tokenizer": "bytes"}
+    config["data"] = source | {"packing": "concat", "sequence_length": 16}
+    return config, pieces

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, difference, launch, make_rows, run, tiny_config, tiny_model, write_rows
+from helpers import ROOT, VOCABULARY, Done, difference, launch, packed_config, run, tiny_config, tiny_model
 from reference import shuffled, train_reference
 
 import train
@@ -62,7 +62,7 @@ CASES = {
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),
 }
-FAST = ("4 share 2 key heads",)
+FAST = ("2 share",)
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +178,7 @@ LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
 @pytest.mark.parametrize("model, processes", [(windowed_model, 4), LEARNED_POSITIONS])
 def test_packed_documents_are_as_if_alone(tmp_path, model, processes):
     """A document may begin on one rank and end on another, and see a window or positions that are learned."""
-    documents, pieces, at = make_rows([5, 7, 20, 1, 9, 16, 3], seed=3), [], 0
-    for ids in (document["input_ids"] for document in documents):
-        edges = [0, *range(16 - at % 16, len(ids), 16), len(ids)]  # The stream of documents is cut at multiples of 16.
-        pieces += [{"input_ids": ids[low:high]} for low, high in zip(edges, edges[1:])]
-        at += len(ids)
-    config = tiny_config(tmp_path)
-    config["run"]["max_steps"] = 8
-    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}  # 61 tokens are 4 rows: each step sees all.
-    source = {"path": str(write_rows(tmp_path / "documents", documents)), "format": "tokens", "tokenizer": "bytes"}
-    config["data"] = source | {"packing": "concat", "sequence_length": 16}
+    config, pieces = packed_config(tmp_path)
     config["model"] = {"pretrained": str(model(tmp_path / "start"))}
     done = launch(tmp_path, config, processes=processes, **share(processes))
     train_reference(config, lambda step: pieces).check(done)
