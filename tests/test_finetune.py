@@ -6,8 +6,6 @@ None of them may change what is promised: the run of a plain torch loop, on any 
 import json
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -142,8 +140,15 @@ def cut(rows: list[dict], length: int, concat: bool) -> list[dict]:
     return pieces
 
 
-@pytest.mark.parametrize("processes", [None, 2])
-@pytest.mark.parametrize("packing", ["none", "concat"])
+@pytest.mark.parametrize(
+    "packing, processes",
+    [
+        ("none", None),
+        ("concat", 2),
+        pytest.param("none", 2, marks=pytest.mark.slow),
+        pytest.param("concat", None, marks=pytest.mark.slow),
+    ],
+)
 def test_chat_equals_the_plain_loop(chat, tmp_path, packing, processes):
     config = chat[1] | {"data": chat[1]["data"] | {"packing": packing}}
     rows = [by_hand(chat, True) for chat in CHATS.values()]
@@ -295,7 +300,8 @@ def lora_runs(lora, tmp_path_factory):
     return result
 
 
-LORA_RUNS = [("some matrices", "alone"), ("some matrices", "DDP"), ("some matrices", "FSDP2"), ("all-linear", "alone")]
+FSDP2 = pytest.param("some matrices", "FSDP2", marks=pytest.mark.slow)
+LORA_RUNS = [("some matrices", "alone"), ("some matrices", "DDP"), FSDP2, ("all-linear", "alone")]
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS)
@@ -309,7 +315,7 @@ def test_lora_equals_the_plain_loop(lora, lora_runs, kind, how):
     assert "UserWarning" not in done.output
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow)])
 def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
     """Three tensors and AdamW's count per trained tensor, and no byte of the frozen ones."""
     truth, folder = lora("some matrices")[2], lora_runs("some matrices", how).folder / "checkpoints" / "step-00000020"
@@ -327,7 +333,7 @@ def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
     assert weights + 4 * len(truth.weights) <= size <= weights + 4 * len(truth.weights) * ranks
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow)])
 def test_lora_continues_on_another_number_of_processes(lora, lora_runs, tmp_path, how):
     config, _, truth = lora("some matrices")
     checkpoint = lora_runs("some matrices", how).folder / "checkpoints" / "step-00000010"
@@ -342,7 +348,7 @@ def logits(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS[1:])
-def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
+def test_lora_export_is_the_trained_model(lora, lora_runs, kind, how):
     """By peft's two ways to load it, and merged into the model by the command of configs/README.md.
 
     With the model as it was before the run, the exported adapters have the run's own last evaluation loss: none of its
@@ -360,8 +366,8 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, tmp_path, kind, how):
     if how == "DDP":  # Once is enough.
         page = (ROOT / "configs" / "README.md").read_text()
         command = re.search(r"^python -c '.*merge_and_unload.*'$", page, re.M)[0]
-        _, *words = shlex.split(command.replace("runs/lora_8b", str(done.folder)))
-        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+        _, _, code = shlex.split(command.replace("runs/lora_8b", str(done.folder)))
+        exec(code, {})  # Here, where the libraries are imported already.
         merged = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "merged")
         assert not any("lora" in name for name in merged.state_dict())
         torch.testing.assert_close(logits(merged, held_out), logits(loaded, held_out), rtol=0, atol=1e-5)
