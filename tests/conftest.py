@@ -31,13 +31,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # The suite tests the mathema
 import pytest
 
 
-def pytest_configure(config):
-    config.option.log_level = "WARNING"  # torch logs a checkpoint's every tensor, which hides why a test failed.
-
-
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()  # Every run through main() ends with a collection; what the libraries hold need not be looked at again.
+def pytest_runtest_setup():
+    gc.freeze()  # Every run through main() ends with a collection. What was there before need not be looked at again.
 
 
 def pytest_collection_modifyitems(items):
