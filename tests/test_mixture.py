@@ -5,9 +5,10 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+import torch
 import transformers
-from helpers import difference, launch, make_rows, run, tiny_config, write_rows
-from reference import shuffled, train_reference
+from helpers import ROOT, Done, difference, launch, make_rows, run, tiny_config, write_rows
+from reference import shuffled, summed_loss, train_reference
 
 import train
 
@@ -142,12 +143,44 @@ def mixed_config(folder) -> tuple[dict, dict[str, list]]:
     return config, rows
 
 
-def test_the_run_is_that_of_a_plain_loop(tmp_path):
-    """On one process, and on three; then from step 5 of these on one."""
-    config, rows = mixed_config(tmp_path)
-    stream = [rows[name][row] for name, row in mixed(config["run"]["seed"], 120, COUNTS, SIZES)]
-    did = train_reference(config, lambda step: stream[10 * step - 10 : 10 * step])
-    done = run(tmp_path, config, "--batch.max_micro_batch_size", 3)
+LOG_EVERY = 4  # So that the checkpoint of step 5 is between two log lines.
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """A config; the plain loop's run; and the expected metrics of each source at each log line."""
+    folder = tmp_path_factory.mktemp("truth")
+    config, rows = mixed_config(folder)
+    config["run"]["log_every"] = LOG_EVERY
+    stream = mixed(config["run"]["seed"], 120, COUNTS, SIZES)
+    sums = []  # Of each step and source, the summed loss and the number of targets.
+
+    def summed(model, _):
+        step = stream[10 * len(sums) : 10 * len(sums) + 10]
+        with torch.no_grad():
+            parts = [summed_loss(model, [rows[name][row] for name, row in step if name == one]) for one in SIZES]
+        sums.append([(loss.item(), targets) for loss, targets in parts])
+        return summed_loss(model, [rows[name][row] for name, row in step])
+
+    did = train_reference(config, lambda step: [], summed_loss=summed)
+    windows = np.array(sums).reshape(-1, LOG_EVERY, len(SIZES), 2).sum(1)
+    expected = {}
+    for number, name in enumerate(SIZES):
+        expected[f"train/loss/{name}"] = windows[:, number, 0] / windows[:, number, 1]
+        expected[f"train/token_share/{name}"] = windows[:, number, 1] / windows[:, :, 1].sum(1)
+    return config, did, expected
+
+
+def check_sources(done: Done, expected: dict[str, np.ndarray]) -> None:
+    for key, values in expected.items():
+        assert done.logged(key) == pytest.approx(values[-len(done.logged(key)) :], rel=1e-6), key
+        assert done.logged(key)
+
+
+def test_the_run_is_that_of_a_plain_loop(truth, tmp_path):
+    """On one process, and on three; then from step 5 of these on one. So are the losses and shares of the sources."""
+    config, did, expected = truth
+    done = run(tmp_path, config, "--batch.max_micro_batch_size", 3, "--run.log_every", 1)
     did.check(done)
     assert done.logged("train/target_tokens") == list(accumulate(did.targets))
     assert done.logged("train/epoch")[-1] == pytest.approx(120 / 36)  # Rows, of all that there are.
@@ -160,7 +193,102 @@ def test_the_run_is_that_of_a_plain_loop(tmp_path):
     assert (split.launches, resumed.launches) == ([0], [5])
     for other in split, resumed:
         assert difference(other.weights, done.weights) < 1e-5
-        assert other.losses == pytest.approx(done.losses[-len(other.losses) :], rel=1e-6)
+        assert other.losses == pytest.approx(done.losses[LOG_EVERY - 1 :: LOG_EVERY][-len(other.losses) :], rel=1e-6)
+        check_sources(other, expected)
+
+
+AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+FSDP2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": AS_GPU}
+CHUNKED = "--model.chunked_loss", "true"
+WAYS = {  # Settings, processes, and how they are launched.
+    "padded": (("--model.attention", "eager"), 1, {}),
+    "padded, more ranks than rows": (("--model.attention", "eager", "--batch.max_micro_batch_size", 1), 3, {}),
+    "FSDP2": ((), 2, FSDP2),
+    "2 share": (CHUNKED, 2, {"env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}}),
+    "2 x 2 share": ((), 4, {"env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}}),
+}
+FAST = ("padded", "2 share")
+
+
+@pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_losses_and_shares_of_the_sources(truth, tmp_path, way):
+    """However the tokens of a step are divided."""
+    config, did, expected = truth
+    settings, processes, how = WAYS[way]
+    settings = "--batch.max_micro_batch_size", 4, *settings
+    if processes == 1:
+        done = run(tmp_path, config, *settings)
+    else:
+        done = launch(tmp_path, config, *settings, processes=processes, warm=True, **how)
+    assert difference(done.weights, did.weights) < 1e-5
+    check_sources(done, expected)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_losses_of_the_sources_in_chunks(truth, tmp_path, monkeypatch, chunk):
+    """Chunks end inside of sources, and sources inside of chunks."""
+    config, _, expected = truth
+    monkeypatch.setattr(train, "CHUNK", chunk)
+    check_sources(run(tmp_path, config, *CHUNKED, "--batch.max_micro_batch_size", 4), expected)
+
+
+def test_the_losses_of_the_sources_are_those_of_the_run(truth, tmp_path):
+    """Weighted by the shares they are the loss. A source that a step does not have has none there, and no share."""
+    config, *_ = truth
+    done = run(tmp_path, config, "--batch.global_batch_size", 2, "--run.log_every", 1)
+    as_written = {name: COUNTS[name] for name in sorted(COUNTS)}  # write_config() sorts the sources.
+    stream, empty = mixed(config["run"]["seed"], 24, as_written, SIZES), 0
+    for line, step in zip((line for line in done.metrics if "train/loss" in line), range(12)):
+        names = {name for name, _ in stream[2 * step : 2 * step + 2]}
+        losses = {name: line[f"train/loss/{name}"] for name in SIZES}
+        shares = {name: line[f"train/token_share/{name}"] for name in SIZES}
+        known = {name for name, share in shares.items() if share}
+        assert known <= names and {name for name, loss in losses.items() if loss is not None} == known
+        assert sum(shares.values()) == pytest.approx(1)
+        assert sum(losses[name] * shares[name] for name in known) == pytest.approx(line["train/loss"], rel=1e-6)
+        empty += len(SIZES) - len(known)
+    assert empty >= 12
+
+
+def test_packed_sources(tmp_path):
+    """Each source fills rows of its own. A token that is repeated has the same loss wherever it is."""
+    config = tiny_config(tmp_path)
+    for name, token in ("some", 5), ("other", 9):
+        write_rows(tmp_path / name, [{"input_ids": [token] * length} for length in (30, 7, 11, 40, 8)])
+    sources = {name: {"path": str(tmp_path / name), "weight": 1} for name in ("some", "other")}
+    config["data"] |= {"path": None, "sources": sources, "eval_source": None, "packing": "concat", "sequence_length": 8}
+    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}
+    config["optim"]["warmup_steps"] = 1
+    done = run(tmp_path, config, "--run.max_steps", 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for name, token in ("some", 5), ("other", 9):
+            loss = -model(input_ids=torch.tensor([[token]])).logits[0, 0].log_softmax(0)[token]
+            assert done.logged(f"train/loss/{name}") == pytest.approx([loss.item()], rel=1e-6)
+
+
+FORKED_LOSS = """
+def token_loss(logits, targets):
+    cross_entropy = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    hits = logits.argmax(-1) == targets
+    loss, ones = cross_entropy.sum(), targets != -100
+    return loss, {"loss": loss, "accuracy": hits, "tokens_in_loss": ones.sum()}
+"""
+
+
+def test_sums_of_a_fork_have_no_sources_and_terms_have(truth, tmp_path, monkeypatch):
+    config, did, expected = truth
+    names = {"torch": torch}
+    exec(FORKED_LOSS, names)
+    monkeypatch.setattr(train, "token_loss", names["token_loss"])
+    done = run(tmp_path, config)
+    assert difference(done.weights, did.weights) < 1e-5
+    check_sources(done, {key: values for key, values in expected.items() if "token_share" in key})
+    assert not [
+        key for line in done.metrics for key in line if key.startswith(("train/loss/", "train/tokens_in_loss/"))
+    ]
+    assert done.logged("train/tokens_in_loss") == [1.0] * 3
+    assert all(0 <= hits <= 1 for name in SIZES for hits in done.logged(f"train/accuracy/{name}"))
 
 
 def test_other_weights_are_another_run(tmp_path):

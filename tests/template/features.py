@@ -65,6 +65,17 @@ def sources(script: Script) -> None:
     script.drop_element("FOREIGN_NAMES", "dataset_mixer")
     script.drop_statements("announce", "Mixture")
     script.replace("load_data", "(config.sources or {'': config}).values()", "[config]")
+    script.drop_statements("load_step", "Mixture")
+    script.drop_field("StepBatch.source_targets")
+    script.drop_statements("training_loop", "of_sources")
+    script.drop_definition("SourceMetrics")
+    script.drop_field("Progress.source_sums")
+    script.drop_field("Progress.source_targets")
+    script.drop_definition("ends_from")
+    script.drop_statements("add_up_terms", "source_ends")
+    for function in "add_up_terms", "add_up_chunks", "loss_in_chunks":
+        script.drop_parameter(function, "source_ends")
+    script.drop_element("model_inputs", "source_ends")
     script.drop_definition("Mixture")
     script.drop_setting("data.sources", None)
 
