@@ -1,6 +1,8 @@
 """What a document may be: in which columns and of which types, and which rows are left out."""
 
 import json
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -79,7 +81,9 @@ def documents(folder, rows, format: str, saved: bool = False, **settings) -> lis
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = train.Data(**source, format=format, tokenizer=byte_tokenizer(folder / "tokenizer", None), **settings)
     tokenizer = train.load_tokenizer(config, train.Model())
-    return list(train.tokenize(train.load_documents(config, config), config, tokenizer))
+    return list(
+        train.tokenize(train.load_documents(config, config), config, tokenizer, Path(tempfile.mkdtemp(dir=folder)))
+    )
 
 
 def test_a_prompt_is_not_learned(tmp_path):
@@ -248,8 +252,10 @@ def test_conversations_are_tokenized_once(tmp_path):
     for name in "first", "second":
         done = launch(tmp_path, config, "--run.output_dir", tmp_path / name, processes=None, warm=True)
         assert "Warning" not in done.output
-        made.append(sorted(path.name for path in (tmp_path / "chats").glob("cache-*")))
+        made.append(sorted(map(str, Path(datasets.config.HF_DATASETS_CACHE).glob("train-tokens/*/*.arrow"))))
+        assert ("Tokenizing 200 documents" in done.output) == (name == "first")
     assert made[0] == made[1] != []
+    assert not list((tmp_path / "chats").glob("cache-*"))  # The folder of the data may be read-only.
 
 
 def test_a_prompt_that_its_template_changes(tmp_path):

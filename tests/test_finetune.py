@@ -125,7 +125,7 @@ def test_tokens_and_labels_of_conversations(chat, tmp_path, chatml, first):
         chat_template=str(CHATML) if chatml else None,
     )
     documents = datasets.load_from_disk(write_chats(tmp_path / "chats", first))
-    rows = list(train.tokenize(documents, data, train.load_tokenizer(data, train.Model())))
+    rows = list(train.tokenize(documents, data, train.load_tokenizer(data, train.Model()), tmp_path / "tokens"))
     assert rows == [by_hand(chat, chatml) for chat in CHATS.values()]
 
 

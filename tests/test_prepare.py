@@ -1,0 +1,264 @@
+"""Tokenizing is done in parts, of which none is done twice, and --prepare does it for machines without network."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import psutil
+import pytest
+import transformers
+from fake_hub import FakeHub
+from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, write_config
+from test_finetune import byte_tokenizer
+
+import train
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def texts(count: int) -> list[str]:
+    return [f"{number} is the number of this text" for number in range(count)]
+
+
+def tokens_of(text: str) -> list[int]:
+    """As ByT5 has them: each byte and 3, and 1 for the end."""
+    return [byte + 3 for byte in text.encode()] + [1]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def source_of(folder: Path, rows: list[dict]) -> dict:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"files": str(folder / "rows.jsonl")}
+
+
+def files_in(cache: Path) -> dict[Path, int]:
+    """When each file of the tokens and indexes was written."""
+    found = [*cache.glob("train-tokens/*/*"), *cache.glob("train-index/*/*")]
+    return {file: file.stat().st_mtime_ns for file in found}
+
+
+def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
+    """In order, with lines that tell how far it is. What there is already is neither made nor announced again."""
+    written = texts(300)
+    config = train.Data(**source_of(tmp_path, [{"text": text} for text in written]), packing="none", sequence_length=64)
+    monkeypatch.setattr(train, "PART", 3000)
+    data, _ = train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    assert [data.read(row)[0].tolist() for row in range(300)] == list(map(tokens_of, written))
+    lines = re.findall("^Token.*", capsys.readouterr().out, re.M)
+    [parts] = re.findall(r"^Tokenizing 300 documents; (\d+) of \1 parts are left to do\.$", lines[0])
+    assert int(parts) > 2 and len(lines) == int(parts)
+    done = [int(line.split()[1]) for line in lines[1:]]
+    assert done == sorted(set(done)) and 0 < done[0] and done[-1] < 300
+    assert all(
+        re.fullmatch(r"Tokenized \d+ of 300 documents; [\d,]+ per second, [\d:]+ left", one) for one in lines[1:]
+    )
+
+    made = files_in(cache)
+    packed = config.model_copy(update={"packing": "concat", "sequence_length": 16})
+    data, _ = train.load_data(packed, transformers.ByT5Tokenizer(), 0)
+    stream = [token for text in written for token in tokens_of(text)]
+    assert data.read(20)[0].tolist() == stream[320:336]
+    assert "Token" not in capsys.readouterr().out
+    assert made.items() <= files_in(cache).items()
+
+    first, *others = sorted(cache.glob("train-tokens/*/*.arrow"))
+    first.unlink()
+    train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    assert all(made[file] == time for file, time in files_in(cache).items() if file in others) and first.exists()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_bad_document_has_its_own_number_in_any_part(tmp_path, cache, monkeypatch, drop):
+    chats = [{"messages": [{"role": "assistant", "content": "It is."}]} for _ in range(50)]
+    chats[37]["messages"][0]["role"] = "nobody"
+    if drop:
+        chats[5]["messages"] = None
+    template = "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+    template += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    (tmp_path / "template").write_text(template)
+    config = train.Data(
+        **source_of(tmp_path, chats),
+        format="chat",
+        tokenizer=str(byte_tokenizer(tmp_path / "tokenizer", None)),
+        chat_template=str(tmp_path / "template"),
+        drop_nulls=drop,
+    )
+    monkeypatch.setattr(train, "PART", 500)
+    with pytest.raises(train.UserError, match="row 37, counted from 0: .*who"):
+        train.load_data(config, train.load_tokenizer(config, train.Model()), 0)
+
+
+def test_a_part_of_several_processes_is_complete_with_all_their_files(tmp_path):
+    part = tmp_path / "1-of-12.arrow"
+    other = tmp_path / "11-of-12_00000_of_00001.arrow"
+    other.touch()
+    assert not train.is_complete(part)
+    for number in range(3):
+        (tmp_path / f"1-of-12_{number:05d}_of_00003.arrow").touch()
+        assert train.is_complete(part) == (number == 2)
+    assert not train.is_complete(tmp_path / "2-of-12.arrow")
+    (tmp_path / "2-of-12.arrow").touch()
+    assert train.is_complete(tmp_path / "2-of-12.arrow")
+
+
+def test_the_main_process_tokenizes_and_tells_of_it(tmp_path):
+    """It goes first, whichever rank starts first."""
+    config = {"run": {"max_steps": 1, "trackers": []}, "batch": {"global_batch_size": 2}}
+    config["data"] = source_of(tmp_path, [{"text": text} for text in texts(50)])
+    config["data"] |= {"sequence_length": 16, "tokenizer": "bytes"}
+    config["model"] = {"pretrained": str(tiny_model(tmp_path / "start"))}
+    done = launch(tmp_path, config, processes=2, warm=True)
+    assert done.output.count("Tokenizing 50 documents.") == 1
+
+
+MANY_FILES = 300
+
+
+def test_a_process_holds_no_token_file_open(tmp_path, cache, monkeypatch):
+    """There may be more of them than it may open. They are mapped all the same."""
+    rows = [{"text": text} for text in texts(MANY_FILES)]
+    config = train.Data(**source_of(tmp_path, rows), packing="none", sequence_length=64)
+    monkeypatch.setattr(train, "PART", 1)
+    before = psutil.Process().num_fds()
+    data, _ = train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    assert len(data.files) == MANY_FILES and psutil.Process().num_fds() < before + 20
+    assert data.read(299)[0].tolist() == tokens_of("299 is the number of this text")
+
+
+@pytest.mark.slow
+def test_a_killed_launch_is_continued(tmp_path):
+    """The parts that were complete stay as they are. The rest is made, and nothing else is left behind."""
+    written = texts(12_000)
+    source_of(tmp_path, [{"text": text * 9} for text in written])
+    script = tmp_path / "fork.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\ntrain.PART = 2**18\nsys.exit(train.main())\n"
+    )
+    config = {
+        "run": {"max_steps": 1},
+        "batch": {"global_batch_size": 1},
+        "model": {"architecture": {"model_type": "llama"}},
+    }
+    config["data"] = {"files": str(tmp_path / "rows.jsonl"), "sequence_length": 512}
+    options = {"processes": None, "script": script, "env": {"HF_DATASETS_CACHE": str(tmp_path / "cache")}}
+    process = start(tmp_path, config, "--prepare", **options)
+    for line in process.stdout:
+        if re.match("Tokenized [4-9],", line):  # A third of them, more or less.
+            break
+    workers = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(workers, timeout=20)
+    kill_tree(process)
+    complete = [file for file in files_in(tmp_path / "cache") if file.suffix == ".arrow"]
+    made = {file: file.stat().st_mtime_ns for file in complete}
+    assert made
+
+    done = launch(tmp_path, config, "--prepare", **options)
+    [left, parts] = map(int, re.search(r"; (\d+) of (\d+) parts are left", done.output).groups())
+    assert 0 < left < parts
+    files = files_in(tmp_path / "cache")
+    assert made.items() <= files.items() and not [file for file in files if file.name.startswith("tmp")]
+    index = json.loads(next((tmp_path / "cache").glob("train-index/*/index.json")).read_text())
+    tokens = [row for file in index["token_files"] for row in datasets.Dataset.from_file(file)["input_ids"]]
+    assert tokens == [tokens_of(text * 9) for text in written]
+
+
+# --prepare ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A model with its tokenizer, and texts, for a Hub; and a config that names them."""
+    tiny_model(tmp_path / "model")
+    byte_tokenizer(tmp_path / "model", None)
+    (tmp_path / "texts").mkdir()
+    source_of(tmp_path / "texts", [{"text": text} for text in texts(40)])
+    config = {
+        "run": {"max_steps": 2, "trackers": []},
+        "batch": {"global_batch_size": 4},
+        "data": {"path": "me/texts", "sequence_length": 16, "eval_source": {"path": "me/texts"}},
+        "model": {"pretrained": "me/model"},
+    }
+    return {"models/me/model": tmp_path / "model", "datasets/me/texts": tmp_path / "texts"}, config
+
+
+def test_a_launch_without_network_after_prepare(published, tmp_path):
+    """It finds data, tokens, tokenizer and weights, and does not ask the Hub again and again, although nobody has told
+    it that there is no network."""
+    repositories, config = published
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    with FakeHub(repositories) as hub:
+        done = launch(tmp_path, config, "--prepare", processes=None, env=hub.environment | caches)
+    assert "Tokenizing 40 documents" in done.output and "Prepared" in done.output and not done.folder.exists()
+    assert [line for line in hub.requests if line.startswith("GET") and line.endswith("/model.safetensors")]
+    made = files_in(tmp_path / "cache")
+    done = launch(tmp_path, config, processes=None, env=hub.environment | caches, timeout=100)
+    assert "The Hub cannot be reached" in done.output and "Tokenizing" not in done.output
+    assert len(done.losses) == 1 and files_in(tmp_path / "cache") == made
+
+
+def test_prepare_finds_mistakes_and_needs_no_model(tmp_path, capsys):
+    config = {
+        "run": {"max_steps": 1},
+        "batch": {"global_batch_size": 1},
+        "model": {"architecture": {"model_type": "lama"}},
+    }
+    config["data"] = source_of(tmp_path, [{"text": "some words"}] * 9)
+    assert train.main(["--config", str(write_config(tmp_path, config)), "--prepare"]) == 2
+    assert "model.architecture" in capsys.readouterr().err
+    config["model"]["architecture"]["model_type"] = "llama"
+    assert train.main(["--prepare", "--config", str(write_config(tmp_path, config))]) == 0
+    assert "Prepared" in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+# What the Hub refuses -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "gated data": {"data.path": "me/gated"},
+    "missing data": {"data.path": "me/none"},
+    "gated model": {"model.pretrained": "me/gated"},
+    "missing model": {"model.pretrained": "me/none"},
+    "gated weights": {"model.pretrained": "me/gated", "data.tokenizer": "bytes"},
+    "gated tokenizer": {"data.tokenizer": "me/gated"},
+    "missing tokenizer": {"data.tokenizer": "me/none"},
+    "gated evaluation": {"data.eval_source.path": "me/gated"},
+}
+
+
+@pytest.mark.slow
+def test_what_is_gated_or_missing_is_one_message(published, tmp_path):
+    repositories, config = published
+    path = write_config(tmp_path, config)
+    words = [[f"--{name}={value}" for name, value in changes.items()] for changes in REFUSED.values()]
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+for words in {words}:
+    print(train.main(["--config", {str(path)!r}, *words]))
+"""
+    caches = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    with FakeHub(repositories, gated={"models/me/gated", "datasets/me/gated"}) as hub:
+        environment = {**os.environ, **hub.environment, **caches}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\d$", done.stdout, re.M) == ["2"] * len(REFUSED)
+    messages = done.stderr.strip().splitlines()
+    assert len(messages) == len(REFUSED), done.stderr
+    for (case, changes), message in zip(REFUSED.items(), messages):
+        setting, name = next(iter(changes.items()))
+        assert message.startswith("error: ") and name in message and "`hf auth login`" in message, case
+        assert setting.split(".")[0] in message
+        assert ("gated" in message.replace("private or gated", "").replace("me/gated", "")) == ("gated" in case), case
+    assert not Done(0, "", tmp_path / "run").folder.exists()
