@@ -198,6 +198,12 @@ case(
     "eval_source",
 )
 EVAL_SOURCE = {"files": ["DATA/docs"]}
+case(
+    "several evaluations beside a single one",
+    {"data.eval_source": EVAL_SOURCE | {"docs": EVAL_SOURCE}},
+    "data.eval_source: has files of a single source beside several",
+    "put --data.eval_source null before",
+)
 case("evaluation of nothing", {"data.eval_source": {}}, "data.eval_source: give exactly one of path, files")
 case(
     "one of several evaluations of nothing",

@@ -207,6 +207,20 @@ def test_a_launch_without_network_after_prepare(published, tmp_path):
     assert len(done.losses) == 1 and files_in(tmp_path / "cache") == made
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["bytes", None], ids=["data", "model"])
+def test_what_is_not_in_the_cache_is_one_message_without_network(published, tmp_path, tokenizer):
+    """After one question to the Hub. huggingface_hub itself asks six times for a file, which takes half a minute."""
+    _, config = published
+    config["data"]["tokenizer"] = tokenizer
+    with FakeHub({}) as hub:
+        gone = hub.environment | {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = launch(tmp_path, config, processes=None, env=gone, expect=2)
+    assert done.output.count("The Hub cannot be reached") == 1 and "Retrying" not in done.output
+    name = "me/texts" if tokenizer else "me/model"
+    assert re.findall(f"^error: data.*cannot load {name}: ", done.output, re.M)
+
+
 def test_prepare_finds_mistakes_and_needs_no_model(tmp_path, capsys):
     config = {
         "run": {"max_steps": 1},
