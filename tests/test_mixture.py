@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers import ROOT, Done, difference, launch, make_rows, run, tiny_config, write_rows
 from reference import shuffled, summed_loss, train_reference
+from test_models import HostReads
 
 import train
 
@@ -248,6 +249,24 @@ def test_the_losses_of_the_sources_are_those_of_the_run(truth, tmp_path):
         assert sum(losses[name] * shares[name] for name in known) == pytest.approx(line["train/loss"], rel=1e-6)
         empty += len(SIZES) - len(known)
     assert empty >= 12
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_host_reads_between_log_lines(truth, tmp_path, monkeypatch, chunked):
+    """Ten more steps read no more. A log line reads a value for each source, besides those of any run."""
+    config, *_ = truth
+    counts, loop = [], train.training_loop
+
+    def counted(*args):
+        with monkeypatch.context() as patch, HostReads(patch) as reads:
+            loop(*args)
+        counts.append(reads.count)
+
+    monkeypatch.setattr(train, "training_loop", counted)
+    more = "--run.log_every", 100, "--run.save_every", 0, "--model.chunked_loss", str(chunked).lower()
+    for steps in (5, 15):
+        run(tmp_path, config, *more, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
+    assert counts == [4 + len(SIZES)] * 2
 
 
 def test_packed_sources(tmp_path):
