@@ -207,7 +207,10 @@ def test_float8(config, runs, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        (("--optim.name", "muon"), "optim.name muon: needs whole matrices, and FSDP2 shards them; use adamw, or DDP"),
+        (
+            ("--optim.name", "muon"),
+            "optim.name muon: needs whole matrices, and this launch shards them; use adamw, or DDP",
+        ),
     ],
 )
 def test_refused_under_fsdp2(config, tmp_path, setting, message):

@@ -268,9 +268,10 @@ def test_plan_of_even_splits_names_no_alternative(plans):
     assert not any(re.search(r"\d", line["nearest_even"]) for line in table)
 
 
-def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch):
+@pytest.mark.parametrize("kind", ["SP", "TP"])
+def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch, kind):
     """accelerate passes parallelism on in the environment: 8 processes in groups of 2 are 4 ranks, 6 are 3."""
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
     table, _ = plans(8, 6)
     columns = "processes", "data_parallel", "grad_accum"
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]

@@ -178,6 +178,17 @@ def sequence_parallel(script: Script) -> None:
     script.drop_statements("evaluate_one", "shard")
 
 
+def tensor_parallel(script: Script) -> None:
+    script.replace("print_plans", "tensor_parallel_size()", "1")
+    script.replace("choose_strategy", "tensor_parallel_size() > 1", "False")
+    script.replace("DDP.forward_backward", "self.averages_over", "self.accelerator.num_processes")
+    script.replace("train_step", "strategy.dropout_rank", "setup.accelerator.process_index")
+    script.drop_statements("DDP.__init__", "averages_over")
+    script.drop_statements("DDP.__init__", "dropout_rank")
+    script.drop_statements("silence_libraries", "returned a view")
+    script.drop_statements("silence_libraries", "_redistribute")
+
+
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_element("WeightedSource.format", "chat")
@@ -204,6 +215,7 @@ FEATURES = {
     "evaluation": evaluation,
     "FSDP": fsdp,
     "sequence parallelism": sequence_parallel,
+    "tensor parallelism": tensor_parallel,
     "chat": chat,
 }
 

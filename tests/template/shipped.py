@@ -7,5 +7,16 @@ CONFIGS = [
 ]
 LAUNCHERS = [
     ROOT / "accelerate_configs" / f"{name}.yaml"
-    for name in ("cpu", "fp8", "fsdp2", "hsdp", "multi_gpu", "multi_node", "sequence_parallel", "single")
+    for name in (
+        "cpu",
+        "fp8",
+        "fsdp2",
+        "fsdp2_tensor_parallel",
+        "hsdp",
+        "multi_gpu",
+        "multi_node",
+        "sequence_parallel",
+        "single",
+        "tensor_parallel",
+    )
 ]

@@ -1,0 +1,325 @@
+"""Tensor parallelism is the run of a plain loop, too: ranks that share matrices, alone and with FSDP2 around them."""
+
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config
+from reference import shuffled, train_reference
+
+import train
+
+AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
+
+
+def by_file(processes: int, size: int, precision: str = "no", script: Path = ROOT / "train.py", **more) -> dict:
+    """The launcher file that ships, with its GPUs replaced by CPU processes."""
+    groups = processes // size
+    options = "--mixed_precision", precision, "--parallelism_config_tp_size", size
+    name = "tensor_parallel"
+    if groups > 1:
+        name, options = "fsdp2_tensor_parallel", (*options, "--parallelism_config_dp_shard_size", groups)
+    how = {"launcher": name, "options": options, "script": (AS_GPU, script), "warm": True}
+    return how | {"processes": processes} | more
+
+
+def family(folder: Path, name: str, **change) -> Path:
+    """A tiny model of this family, whose norms and biases are not all the same numbers."""
+    torch.manual_seed(1)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+        "head_dim": 8,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 4}
+    tokens = {"use_cache": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    found = transformers.AutoConfig.for_model(name, **{**shape, **heads, **tokens, **change})
+    model = transformers.AutoModelForCausalLM.from_config(found)
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+# In Qwen3 and Gemma3, q_norm and k_norm are whole on each rank, and have the gradients of its own heads.
+MODELS = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "tied qwen3": {"tie_word_embeddings": True},
+    "gemma3_text": {"query_pre_attn_scalar": 8},  # Tied.
+    "phi3": {"num_key_value_heads": 4},  # Its query, key and value are one matrix.
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """truth(model): the config of all cases with this model, and the plain loop's result for it."""
+
+    @cache
+    def result(name: str):
+        folder = tmp_path_factory.mktemp("tensor-parallel")
+        config = tiny_config(folder)
+        config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+        config["model"]["pretrained"] = str(family(folder / "model", name.split()[-1], **MODELS[name]))
+        rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
+        order = shuffled(config["run"]["seed"], len(rows), 300)
+        did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
+        assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms)
+        tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
+        return config, did, tokens
+
+    return result
+
+
+# Model, how it is launched, settings; then how many groups share the 10 rows of a step, and in how many passes.
+IMMEDIATE = "--batch.sync_each_micro_step", "true"
+CHUNKED = "--model.chunked_loss", "true"
+ALONE, IN_TWO = {"data_parallel_size": 1, "grad_accum_steps": 4}, {"data_parallel_size": 2, "grad_accum_steps": 2}
+CASES = {
+    "2": ("llama", by_file(2, 2), (), ALONE),
+    "2 x 2": ("tied qwen3", by_file(4, 2), (), IN_TWO),
+    "2 by the real command": ("tied qwen3", by_file(2, 2, warm=False), IMMEDIATE, ALONE),
+    "2 x 2 by the real command": ("qwen3", by_file(4, 2, warm=False), IMMEDIATE, IN_TWO),
+    "4": ("phi3", by_file(4, 4), CHUNKED, ALONE),
+    "2, Qwen2": ("qwen2", by_file(2, 2), CHUNKED, ALONE),
+    "2, Qwen3": ("qwen3", by_file(2, 2), (), ALONE),
+    "2, Gemma3": ("gemma3_text", by_file(2, 2), IMMEDIATE, ALONE),
+    "2 x 2, Gemma3": ("gemma3_text", by_file(4, 2), (*CHUNKED, *IMMEDIATE), IN_TWO),
+    "2 x 2, Qwen2": ("qwen2", by_file(4, 2), CHUNKED, IN_TWO),
+    "2 x 2, Llama": ("llama", by_file(4, 2), (), IN_TWO),
+}
+FAST = "2", "2 x 2"
+
+
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case. Each is made once."""
+
+    @cache
+    def result(case: str, *more) -> Done:
+        model, how, settings, plan = CASES[case]
+        folder = tmp_path_factory.mktemp("run")
+        limit = "--batch.max_micro_batch_size", 3
+        done = launch(folder, truth(model)[0], *limit, *settings, *more, **how)
+        assert {name: done.metrics[0][f"plan/{name}"] for name in plan} == plan
+        assert done.metrics[0]["plan/num_processes"] == how["processes"]
+        return done
+
+    return result
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_equals_the_plain_loop(truth, runs, case):
+    """With clipping, uneven batches and evaluation. Every token is counted once, and the export loads as ever."""
+    config, did, tokens = truth(CASES[case][0])
+    done, processes = runs(case), CASES[case][1]["processes"]
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    assert done.logged("train/tokens")[:30] == tokens
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
+    assert "Warning" not in done.output and "W1" not in done.output
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids).logits, did.model(ids).logits, rtol=1e-4, atol=1e-4)
+    begun = transformers.AutoConfig.from_pretrained(config["model"]["pretrained"]).to_diff_dict()
+    ended = model.config.to_diff_dict()
+    assert {name for name in begun.keys() | ended.keys() if begun.get(name) != ended.get(name)} <= {"_name_or_path"}
+
+
+@pytest.mark.slow
+def test_checkpoint_moves(truth, runs, tmp_path):
+    """From DDP to two ranks that share all, to 2 x 2, to FSDP2, to one process, and from there to 2 x 2."""
+    config, did, _ = truth("tied qwen3")
+
+    def check(done: Done, after: int) -> None:
+        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
+        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
+
+    def go_on(done: Done, step: int, **how) -> Done:
+        folder = tmp_path / f"{done.folder.parent.name}-{step}-{len(how)}"
+        settings = "--run.resume", done.folder / "checkpoints" / f"step-000000{step}", "--run.output_dir", folder
+        moved = launch(tmp_path, config, *settings, "--run.save_every", 5, "--run.keep_checkpoints", 9, **how)
+        check(moved, step)
+        return moved
+
+    first = launch(tmp_path, config, processes=2, warm=True)
+    check(first, 0)
+    shared = go_on(first, 10, **by_file(2, 2))
+    both = go_on(shared, 15, **by_file(4, 2))
+    fsdp2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": (AS_GPU, ROOT / "train.py")}
+    sharded = go_on(both, 20, processes=2, warm=True, **fsdp2)
+    go_on(sharded, 25, processes=None, warm=True)
+    go_on(first, 20, **by_file(4, 2))
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+DROPPED = {"model_type": "phi3", "resid_pdrop": 0.2, "num_key_value_heads": 4, "pad_token_id": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture, how",
+    [
+        (QWEN3, by_file(4, 2)),
+        (QWEN3 | {"vocab_size": 389}, by_file(4, 2)),  # No rank has as many rows of the embedding as another one.
+        (QWEN3 | DROPPED, by_file(2, 2)),
+    ],
+    ids=["from scratch", "an odd vocabulary", "dropout"],
+)
+def test_is_the_run_of_one_process(tmp_path, architecture, how):
+    """Also with dropout, where the passes are the same: what is whole on all ranks must drop out alike."""
+    config = tiny_config(tmp_path)
+    config["model"] = {"architecture": architecture}
+    config["batch"]["max_micro_batch_size"] = 3
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    done = launch(tmp_path, config, **how)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    assert difference(done.weights, one.weights) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings, how",
+    [
+        (("--model.gradient_checkpointing", "true", *CHUNKED), by_file(2, 2)),
+        (("--model.gradient_checkpointing", "true", *IMMEDIATE), by_file(4, 2)),
+        (("--batch.max_micro_batch_size", "auto"), by_file(4, 2)),
+        (("--eval.prompts", "some", "--eval.max_new_tokens", "4"), by_file(2, 2)),
+        (("--eval.prompts", "some", "--eval.max_new_tokens", "4"), by_file(4, 2)),
+        (("--model.attention", "eager"), by_file(2, 2)),
+    ],
+)
+def test_with_other_settings(truth, tmp_path, settings, how):
+    config, did, _ = truth("qwen3")
+    done = launch(tmp_path, config, *settings, **how)
+    assert done.metrics[0]["plan/micro_batch_size"] == (10 if how["processes"] == 2 else 5)
+    did.check(done)
+
+
+WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [by_file(2, 2), by_file(4, 2)], ids=["2", "2 x 2"])
+@pytest.mark.parametrize("kind", ["regional", "full"])
+def test_compiled(truth, tmp_path, kind, how):
+    config, did, _ = truth("qwen3")
+    done = launch(tmp_path, config, *WARMUP, "--model.compile", kind, timeout=600, **how | {"warm": False})
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    assert "recompile_limit" not in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_in_bf16(truth, tmp_path, processes):
+    config, did, _ = truth("qwen3")
+    losses = launch(tmp_path, config, *WARMUP, **by_file(processes, 2, "bf16")).losses
+    np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
+    assert losses != pytest.approx(did.losses[:5], rel=1e-6)
+
+
+def strategy(processes: int, size: int, monkeypatch, rank: int = 0, lora=None, precision: str = "no", **plugin):
+    """A TensorParallel without processes; with a plugin that of FSDP2."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", str(size))
+    plugin = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None} | plugin
+    accelerator = SimpleNamespace(
+        num_processes=processes,
+        process_index=rank,
+        mixed_precision=precision,
+        parallelism_config=None,
+        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
+    )
+    config = SimpleNamespace(model=train.Model(pretrained="any", lora=lora), optim=train.Optim())
+    kind = train.TensorParallelFSDP2 if processes > size else train.TensorParallel
+    return kind(config, accelerator)
+
+
+def test_who_shares_with_whom(monkeypatch):
+    """Neighbours, which are on one machine, have the same rows and the same dropout."""
+    ranks = [strategy(6, 2, monkeypatch, rank) for rank in range(6)]
+    assert [one.data_parallel_rank for one in ranks] == [one.dropout_rank for one in ranks] == [0, 0, 1, 1, 2, 2]
+    assert {one.data_parallel_size for one in ranks} == {3}
+    for one in ranks:
+        one.check()
+
+
+@pytest.mark.parametrize(
+    "launched, message",
+    [
+        ({"processes": 2, "size": 4}, "parallelism_config_tp_size 4 must be the number of processes, 2"),
+        ({"processes": 5, "size": 2}, "5 processes must be a multiple of it"),
+        ({"processes": 2, "size": 2, "lora": {"r": 4}}, "cannot be combined with model.lora"),
+        ({"processes": 2, "size": 2, "precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
+        ({"processes": 4, "size": 2, "activation_checkpointing": True}, "fsdp_activation_checkpointing"),
+    ],
+)
+def test_refused_launches(monkeypatch, launched, message):
+    with pytest.raises(train.UserError, match=message):
+        strategy(**launched, monkeypatch=monkeypatch).check()
+
+
+def test_refused_without_a_plan(monkeypatch):
+    found = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)
+    with pytest.raises(train.UserError, match="transformers has no plan how ranks share a gpt2"):
+        strategy(2, 2, monkeypatch).prepare(transformers.GPT2LMHeadModel(found), [])
+
+
+CHANGED_PLAN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train, transformers
+CHANGE
+sys.exit(train.main())
+"""
+# As if transformers had forgotten that the ranks have different gradients of these norms, or had a plan for the output
+# layer only, as it has for some models.
+FORGOTTEN = "transformers.Qwen3Config.base_model_tp_plan.pop('layers.*.self_attn.k_norm')"
+NO_LAYERS = "transformers.Qwen3Config.base_model_tp_plan.clear()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, size, message",
+    [
+        (
+            FORGOTTEN,
+            2,
+            "with its plan in transformers, a qwen3 computes another gradient of .*k_norm.weight; take FSDP2",
+        ),
+        (NO_LAYERS, 2, "a qwen3 has no plan in transformers that divides its layers; take FSDP2"),
+        ("", 4, "must divide the attention and key heads of this qwen3, and what else it shares: .*"),
+    ],
+    ids=["forgotten", "no layers", "two key heads for four ranks"],
+)
+def test_refused_by_its_behaviour(truth, tmp_path, change, size, message):
+    config, _, _ = truth("qwen3")
+    script = tmp_path / "fork.py"
+    script.write_text(CHANGED_PLAN.replace("CHANGE", change))
+    output = launch(tmp_path, config, expect=None, **by_file(size, size, script=script)).output
+    [found] = re.findall("^error: .*", output, re.M)
+    assert re.fullmatch(f"error: launch: parallelism_config_tp_size {size}: {message}", found)
