@@ -176,9 +176,8 @@ QWEN3 = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
 }
-DROPPED = {"model_type": "phi3", "resid_pdrop": 0.2, "num_key_value_heads": 4, "pad_token_id": 0}
+DROPPED = {"model_type": "phi3", "resid_pdrop": 0.2, "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 1}
 
 
 @pytest.mark.slow
