@@ -65,6 +65,43 @@ def test_known_plans(given, expected):
     assert plan.tokens_per_step == rows * length
 
 
+@pytest.mark.parametrize(
+    "rows, limit, processes, ranks, expected",
+    [
+        (64, 8, 8, 4, (2, 8, 4)),  # 32 rows for each of 2 pipelines: 4 passes, as many as a pipeline has ranks.
+        (64, 32, 8, 4, (2, 8, 4)),  # Memory would do with one pass; the pipeline needs 4.
+        (64, 2, 8, 4, (2, 2, 16)),
+        (10, 10, 4, 4, (1, 3, 4)),
+    ],
+)
+def test_a_pipeline_has_as_many_passes_as_ranks(rows, limit, processes, ranks, expected):
+    plan = train.plan_batch(rows, limit, processes, 512, group=ranks, least_micro_steps=ranks)
+    assert (plan.data_parallel_size, plan.micro_batch_size, plan.grad_accum_steps) == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, passes, share",  # (ranks - 1) / (parts of a rank x passes + ranks - 1), of 4 ranks
+    [("1F1B", 4, 3 / 7), ("1F1B", 12, 3 / 15), ("Interleaved1F1B", 4, 3 / 11), ("Interleaved1F1B", 12, 3 / 27)],
+)
+def test_bubble_of_a_pipeline(schedule, passes, share):
+    model = train.Model(pretrained="any", pipeline_ranks=4, pipeline_schedule=schedule)
+    plan = train.plan_batch(passes, 1, 4, 512, group=4, least_micro_steps=4)
+    assert train.pipeline_bubble(model, plan) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (9, "9 passes cannot be interleaved among 4 ranks; choose 1F1B"),
+        (3, "model.pipeline_ranks 4: needs at least 4 rows in a step, and has 3"),
+    ],
+)
+def test_plans_that_do_not_suit_a_pipeline(rows, message):
+    model = train.Model(pretrained="any", pipeline_ranks=4, pipeline_schedule="Interleaved1F1B")
+    with pytest.raises(train.UserError, match=message):
+        train.pipeline_bubble(model, train.plan_batch(rows, 1, 4, 512, group=4, least_micro_steps=4))
+
+
 @pytest.mark.parametrize("name, tokens", [("TorchTitan", 16_384), ("nanoGPT", 491_520), ("build-nanogpt", 524_288)])
 def test_tokens_per_step_of_well_known_scripts(name, tokens):
     """Each states its tokens per step; ours has them however many devices share the work."""

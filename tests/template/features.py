@@ -189,6 +189,15 @@ def tensor_parallel(script: Script) -> None:
     script.drop_statements("silence_libraries", "_redistribute")
 
 
+def pipeline_parallel(script: Script) -> None:
+    script.replace("choose_strategy", "config.model.pipeline_ranks > 1", "False")
+    script.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
+    script.drop_statements("plan_table", "bubble")
+    script.drop_parameter("plan_batch", "least_micro_steps", 1)
+    script.drop_setting("model.pipeline_ranks", 1)
+    script.drop_setting("model.pipeline_schedule", "1F1B")
+
+
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_element("WeightedSource.format", "chat")
@@ -216,6 +225,7 @@ FEATURES = {
     "FSDP": fsdp,
     "sequence parallelism": sequence_parallel,
     "tensor parallelism": tensor_parallel,
+    "pipeline parallelism": pipeline_parallel,
     "chat": chat,
 }
 

@@ -1,0 +1,191 @@
+"""Pipeline parallelism is the run of a plain loop, too: ranks that have some of the layers each."""
+
+from functools import cache
+from itertools import accumulate
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config
+from reference import shuffled, train_reference
+
+import train
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """The config of all cases, with a tied model of 4 layers, and the plain loop's result for it."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    config = tiny_config(folder)
+    torch.manual_seed(1)
+    found = transformers.Qwen3Config(**SHAPE, **TOKENS, num_hidden_layers=4, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(found).save_pretrained(folder / "start")
+    config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+    config["optim"]["max_grad_norm"] = 1.1
+    rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
+    order = shuffled(config["run"]["seed"], len(rows), 300)
+    did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
+    assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 25
+    tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
+    return config, did, tokens
+
+
+def pipeline(ranks: int, *more) -> tuple:
+    return "--model.pipeline_ranks", ranks, "--batch.max_micro_batch_size", 3, *more
+
+
+INTERLEAVED = "--model.pipeline_schedule", "Interleaved1F1B"
+# Processes and settings; then how many pipelines share the 10 rows of a step, in how many passes, and the share of the
+# time in which a rank waits: (ranks - 1) / (stages per rank x passes + ranks - 1).
+CASES = {
+    "2 ranks": (2, pipeline(2), {"data_parallel_size": 1, "grad_accum_steps": 4, "bubble": 1 / 5}),
+    "4 ranks, chunked loss": (
+        4,
+        pipeline(4, "--model.chunked_loss", "true"),
+        {"data_parallel_size": 1, "grad_accum_steps": 4, "bubble": 3 / 7},
+    ),
+    "interleaved": (2, pipeline(2, *INTERLEAVED), {"grad_accum_steps": 4, "bubble": 1 / 9}),
+    "DDP": (4, pipeline(2), {"data_parallel_size": 2, "grad_accum_steps": 2, "bubble": 1 / 3}),
+    "DDP, interleaved, checkpointing": (
+        4,
+        pipeline(2, *INTERLEAVED, "--model.gradient_checkpointing", "true"),
+        {"data_parallel_size": 2, "grad_accum_steps": 2, "bubble": 1 / 5},
+    ),
+}
+CASES |= {
+    "FSDP2": (4, pipeline(2), CASES["DDP"][2]),
+    "FSDP2, interleaved, chunked loss": (
+        4,
+        pipeline(2, *INTERLEAVED, "--model.chunked_loss", "true"),
+        CASES["DDP, interleaved, checkpointing"][2],
+    ),
+}
+FAST = ("DDP",)
+AS_GPU = {
+    "launcher": "fsdp2",
+    "options": ("--mixed_precision", "no"),
+    "script": (ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case. Each is made once."""
+
+    @cache
+    def result(case: str, *more) -> Done:
+        processes, settings, plan = CASES[case]
+        how = AS_GPU if case.startswith("FSDP2") else {}
+        folder = tmp_path_factory.mktemp("run")
+        done = launch(folder, truth[0], *settings, *more, processes=processes, warm=True, **how)
+        assert {name: done.metrics[0][f"plan/{name}"] for name in plan} == pytest.approx(plan)
+        return done
+
+    return result
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_equals_the_plain_loop(truth, runs, case):
+    """With clipping, uneven batches, tied embeddings and evaluation. Every token is counted once."""
+    _, did, tokens = truth
+    done, processes = runs(case), CASES[case][0]
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    assert done.logged("train/tokens")[:30] == tokens
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
+    [shown] = done.logged("summary/bubble")
+    assert shown == pytest.approx(CASES[case][2]["bubble"])
+    assert "bubble" in done.output and "Warning" not in done.output
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    assert loaded.num_parameters() == did.model.num_parameters()
+
+
+@pytest.mark.slow
+def test_checkpoint_moves(truth, runs, tmp_path):
+    """From DDP to another pipeline at step 10, to FSDP2 at step 20 and to one process, and from one process back."""
+    config, did, *_ = truth
+
+    def check(done: Done, after: int) -> None:
+        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
+        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
+
+    def checkpoint(done: Done, step: int) -> tuple:
+        return "--run.resume", done.folder / "checkpoints" / f"step-000000{step}"
+
+    moved = runs("4 ranks, chunked loss", *checkpoint(runs("DDP"), 10))
+    check(moved, 10)
+    check(runs("FSDP2", *checkpoint(moved, 20)), 20)
+    check(run(tmp_path, config, *checkpoint(runs("FSDP2"), 20), "--run.output_dir", tmp_path / "one"), 20)
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
+    check(runs("interleaved", *checkpoint(one, 20)), 20)
+
+
+def small_model(kind: str, **more):
+    torch.manual_seed(1)
+    common = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    found = transformers.AutoConfig.for_model(
+        kind, **SHAPE | common | {"num_hidden_layers": 4, "use_cache": False} | more
+    )
+    return train.build_model(train.Model(), found, 0, seed=3)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral", "olmo2", "phi3", "smollm3", "cohere"]
+)
+def test_chunks_make_the_whole_model(kind, chunked):
+    """The loss and all gradients, of models whose layers differ, and of those that scale or bound their logits."""
+    model = small_model(kind).eval()
+    rng = np.random.default_rng(0)
+    rows = [np.stack([ids, np.append(ids[1:], -100), np.arange(len(ids))]) for ids in rng.integers(3, 97, (3, 9))]
+    batch = train.collate(rows, model.device, joined=True)
+    train.compute_loss(model, batch)[0].backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    states = None
+    for chunk in train.divide_layers(model, 3, chunked, "model.pipeline_ranks 3"):
+        chunk.micro_batches, chunk.scale = [batch], 1.0
+        states = chunk(states, torch.tensor([0]))
+    states.sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "kind, more, message",
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "transformers has no plan how a gpt2 is divided"),
+        ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
+        ("llama", {"num_hidden_layers": 2}, "the 2 layers cannot be divided among 3 stages"),
+    ],
+)
+def test_refused_models(kind, more, message):
+    with pytest.raises(train.UserError, match=message):
+        train.divide_layers(small_model(kind, **more), 3, False, "model.pipeline_ranks 3")
+
+
+@pytest.mark.parametrize(
+    "settings, processes, message",
+    [
+        (pipeline(2), 3, "model.pipeline_ranks 2: does not divide the 3 processes"),
+        (pipeline(2, "--model.compile", "full"), 2, "cannot be combined with model.compile full; use regional"),
+        (("--model.pipeline_ranks", 2, "--batch.max_micro_batch_size", "auto"), 2, "must be a number"),
+        (pipeline(2, "--eval.prompts", "some"), 2, "cannot be combined with eval.prompts"),
+        (pipeline(2, "--batch.global_batch_size", 1), 2, "needs at least 2 rows in a step, and has 1"),
+    ],
+)
+def test_refused_launches(tmp_path, settings, processes, message):
+    config = tiny_config(tmp_path)
+    output = launch(tmp_path, config, *settings, processes=processes, expect=None, warm=True).output
+    assert output.count("error: ") == 1 and message in output
