@@ -1,7 +1,9 @@
 """Pipeline parallelism is the run of a plain loop, too: ranks that have some of the layers each."""
 
+import re
 from functools import cache
 from itertools import accumulate
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -65,7 +67,7 @@ CASES |= {
         CASES["DDP, interleaved, checkpointing"][2],
     ),
 }
-FAST = ("DDP",)
+FAST = ("interleaved",)
 AS_GPU = {
     "launcher": "fsdp2",
     "options": ("--mixed_precision", "no"),
@@ -175,17 +177,46 @@ def test_refused_models(kind, more, message):
         train.divide_layers(small_model(kind, **more), 3, False, "model.pipeline_ranks 3")
 
 
+def strategy(processes: int, rank: int = 0, **sections) -> train.Pipeline:
+    """A Pipeline of 2 ranks without processes."""
+    config = train.Config.model_construct(
+        model=train.Model(pretrained="any", pipeline_ranks=2, **sections.get("model", {})),
+        batch=train.Batch(global_batch_size=8, **{"max_micro_batch_size": 1} | sections.get("batch", {})),
+        eval=train.Eval(**sections.get("eval", {})),
+    )
+    return train.Pipeline(config, SimpleNamespace(num_processes=processes, process_index=rank))
+
+
+def test_who_is_in_which_pipeline():
+    """Ranks with the same layers are neighbours, which are on one machine."""
+    ranks = [strategy(processes=6, rank=rank) for rank in range(6)]
+    assert [(one.place, one.data_parallel_rank) for one in ranks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert {one.data_parallel_size for one in ranks} == {3}
+    for one in ranks:
+        one.check()
+
+
 @pytest.mark.parametrize(
-    "settings, processes, message",
+    "launched, message",
     [
-        (pipeline(2), 3, "model.pipeline_ranks 2: does not divide the 3 processes"),
-        (pipeline(2, "--model.compile", "full"), 2, "cannot be combined with model.compile full; use regional"),
-        (("--model.pipeline_ranks", 2, "--batch.max_micro_batch_size", "auto"), 2, "must be a number"),
-        (pipeline(2, "--eval.prompts", "some"), 2, "cannot be combined with eval.prompts"),
-        (pipeline(2, "--batch.global_batch_size", 1), 2, "needs at least 2 rows in a step, and has 1"),
+        ({"model": {"compile": "full"}}, "cannot be combined with model.compile full; use regional"),
+        ({"model": {"lora": {"r": 4}}}, "cannot be combined with model.lora"),
+        ({"batch": {"max_micro_batch_size": "auto"}}, "must be a number"),
+        ({"eval": {"prompts": ["some"]}}, "cannot be combined with eval.prompts"),
     ],
 )
-def test_refused_launches(tmp_path, settings, processes, message):
-    config = tiny_config(tmp_path)
-    output = launch(tmp_path, config, *settings, processes=processes, expect=None, warm=True).output
-    assert output.count("error: ") == 1 and message in output
+def test_refused_settings(launched, message):
+    with pytest.raises(train.UserError, match=f"model.pipeline_ranks 2: .*{message}"):
+        strategy(processes=2, **launched).check()
+
+
+def test_refused_beside_sequence_parallelism(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(train.UserError, match="cannot be combined with sequence or tensor parallelism"):
+        strategy(processes=4).check()
+
+
+def test_refused_with_one_message(tmp_path):
+    output = launch(tmp_path, tiny_config(tmp_path), *pipeline(2), processes=3, expect=None, warm=True).output
+    [message] = re.findall("^error: .*", output, re.M)
+    assert message == "error: model.pipeline_ranks 2: does not divide the 3 processes"
