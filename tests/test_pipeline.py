@@ -132,6 +132,28 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     check(runs("interleaved", *checkpoint(one, 20)), 20)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_in_bf16(truth, tmp_path, how):
+    """What the ranks pass on is of the type of the weights."""
+    config, did, *_ = truth
+    how, options = (AS_GPU, ("--fsdp_reshard_after_forward", "false")) if how == "FSDP2" else ({}, ())
+    how = how | {"options": ("--mixed_precision", "bf16", *options)}
+    steps = "--run.max_steps", 5, "--data.eval_source", "null"  # Their learning rates are those of a longer run.
+    losses = launch(tmp_path, config, *pipeline(2), *steps, processes=4, warm=True, **how).losses
+    np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
+    assert losses != pytest.approx(did.losses[:5], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled(truth, tmp_path):
+    config, did, *_ = truth
+    steps = "--run.max_steps", 5, "--data.eval_source", "null", "--model.compile", "regional"
+    done = launch(tmp_path, config, *pipeline(2), *steps, processes=2, timeout=600)
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    assert "recompile_limit" not in done.output
+
+
 def small_model(kind: str, **more):
     torch.manual_seed(1)
     common = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -169,6 +191,8 @@ def test_chunks_make_the_whole_model(kind, chunked):
     [
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "transformers has no plan how a gpt2 is divided"),
         ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
+        ("starcoder2", {"embedding_dropout": 0.5}, "a starcoder2 has dropout outside of its layers"),
+        ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*, which is no weight and"),
         ("llama", {"num_hidden_layers": 2}, "the 2 layers cannot be divided among 3 stages"),
     ],
 )
@@ -177,14 +201,15 @@ def test_refused_models(kind, more, message):
         train.divide_layers(small_model(kind, **more), 3, False, "model.pipeline_ranks 3")
 
 
-def strategy(processes: int, rank: int = 0, **sections) -> train.Pipeline:
+def strategy(processes: int, rank: int = 0, precision: str = "no", **sections) -> train.Pipeline:
     """A Pipeline of 2 ranks without processes."""
     config = train.Config.model_construct(
         model=train.Model(pretrained="any", pipeline_ranks=2, **sections.get("model", {})),
         batch=train.Batch(global_batch_size=8, **{"max_micro_batch_size": 1} | sections.get("batch", {})),
         eval=train.Eval(**sections.get("eval", {})),
     )
-    return train.Pipeline(config, SimpleNamespace(num_processes=processes, process_index=rank))
+    accelerator = SimpleNamespace(num_processes=processes, process_index=rank, mixed_precision=precision)
+    return train.Pipeline(config, accelerator)
 
 
 def test_who_is_in_which_pipeline():
@@ -202,6 +227,7 @@ def test_who_is_in_which_pipeline():
         ({"model": {"compile": "full"}}, "cannot be combined with model.compile full; use regional"),
         ({"model": {"lora": {"r": 4}}}, "cannot be combined with model.lora"),
         ({"batch": {"max_micro_batch_size": "auto"}}, "must be a number"),
+        ({"precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
         ({"eval": {"prompts": ["some"]}}, "cannot be combined with eval.prompts"),
     ],
 )
