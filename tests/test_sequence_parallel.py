@@ -194,7 +194,7 @@ def test_parts_of_a_row(monkeypatch):
         sharer = strategy(processes=4, rank=rank)
         sharer.ranks = None
         parts.append(sharer.shard(batch))
-    for name, filler in ("input_ids", 0), ("targets", -100), ("position_ids", 0):
+    for name, filler in ("input_ids", 5), ("targets", -100), ("position_ids", 0):
         assert [part[name].shape for part in parts] == [(1, 2)] * 4
         assert torch.cat([part[name] for part in parts], 1).tolist() == [[*batch[name][0].tolist(), filler]]
     for part in parts:
