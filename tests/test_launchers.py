@@ -156,6 +156,33 @@ def test_checkpoint_moves_to_hsdp(runs):
 
 
 @pytest.mark.slow
+def test_one_checkpoint_goes_through_all_strategies(runs, config, tmp_path):
+    """DDP 2 -> FSDP2 4 -> tensor parallelism 2 -> sequence parallelism 2 -> pipeline 2 -> one process."""
+    whole = runs(None)
+    ways = [
+        ("DDP", "cpu", 2, {}, ()),
+        ("FSDP2", "fsdp2", 4, {}, ()),
+        ("tensor", "cpu", 2, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, ()),
+        ("sequence", "cpu", 2, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, ()),
+        ("pipeline", "cpu", 2, {}, ("--model.pipeline_ranks", 2)),
+    ]
+    settings = "--run.save_every", 5, "--run.keep_checkpoints", 6
+    found = ()
+    for number, (name, launcher, processes, environment, more) in enumerate(ways):
+        how = {"options": FLOAT32, "script": SCRIPT} if launcher == "fsdp2" else {}
+        how |= {"launcher": launcher, "processes": processes, "env": environment, "warm": True}
+        folder = "--run.output_dir", tmp_path / name
+        done = helpers.launch(tmp_path, config, *settings, *folder, *found, *more, **how)
+        assert done.launches == [5 * number] and done.metrics[0]["plan/num_processes"] == processes
+        assert difference(done.weights, whole.weights) < 1e-5
+        np.testing.assert_allclose(done.losses, whole.losses[5 * number :], rtol=1e-5)
+        found = "--run.resume", done.folder / "checkpoints" / f"step-{5 * number + 5:08}"
+    done = run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one")
+    assert done.launches == [25] and difference(done.weights, whole.weights) < 1e-5
+    np.testing.assert_allclose(done.losses, whole.losses[25:], rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_two_machines(runs, config, tmp_path):
     output = finish(*start_machines(tmp_path, config, processes=4))
     assert output.count("nearest_even") == 1  # Only the main process of the first machine speaks.
