@@ -81,6 +81,17 @@ def difference(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return max(float((some[name] - other[name]).abs().max()) for name in some)
 
 
+def check_continued(done: Done, whole, after: int) -> None:
+    """One launch went on after this step, and from there on the run is that of `whole`, which was never stopped."""
+    assert done.launches == [after] and difference(done.weights, whole.weights) < 1e-5
+    np.testing.assert_allclose(done.losses, whole.losses[after:], rtol=1e-5)
+
+
+def resume_from(done: Done, step: int) -> tuple:
+    """The setting that continues from a checkpoint of another run."""
+    return "--run.resume", done.folder / "checkpoints" / f"step-{step:08}"
+
+
 def write_config(folder: Path, config: dict) -> Path:
     """The config as YAML; its run folder is folder/run unless it names another."""
     config = config | {"run": {"output_dir": str(folder / "run")} | config.get("run", {})}

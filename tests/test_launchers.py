@@ -13,7 +13,19 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Done, difference, free_port, kill_tree, run, start, tiny_config, tiny_model
+from helpers import (
+    ROOT,
+    Done,
+    check_continued,
+    difference,
+    free_port,
+    kill_tree,
+    resume_from,
+    run,
+    start,
+    tiny_config,
+    tiny_model,
+)
 from safetensors.torch import load_file
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
@@ -173,13 +185,10 @@ def test_one_checkpoint_goes_through_all_strategies(runs, config, tmp_path):
         how |= {"launcher": launcher, "processes": processes, "env": environment, "warm": True}
         folder = "--run.output_dir", tmp_path / name
         done = helpers.launch(tmp_path, config, *settings, *folder, *found, *more, **how)
-        assert done.launches == [5 * number] and done.metrics[0]["plan/num_processes"] == processes
-        assert difference(done.weights, whole.weights) < 1e-5
-        np.testing.assert_allclose(done.losses, whole.losses[5 * number :], rtol=1e-5)
-        found = "--run.resume", done.folder / "checkpoints" / f"step-{5 * number + 5:08}"
-    done = run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one")
-    assert done.launches == [25] and difference(done.weights, whole.weights) < 1e-5
-    np.testing.assert_allclose(done.losses, whole.losses[25:], rtol=1e-5)
+        assert done.metrics[0]["plan/num_processes"] == processes
+        check_continued(done, whole, 5 * number)
+        found = resume_from(done, 5 * number + 5)
+    check_continued(run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one"), whole, 25)
 
 
 @pytest.mark.slow

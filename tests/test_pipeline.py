@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config
+from helpers import ROOT, VOCABULARY, Done, check_continued, launch, resume_from, run, tiny_config
 from reference import shuffled, train_reference
 
 import train
@@ -117,19 +117,14 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     """From DDP to another pipeline at step 10, to FSDP2 at step 20 and to one process, and from one process back."""
     config, did, *_ = truth
 
-    def check(done: Done, after: int) -> None:
-        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
-        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
-
-    def checkpoint(done: Done, step: int) -> tuple:
-        return "--run.resume", done.folder / "checkpoints" / f"step-000000{step}"
-
-    moved = runs("4 ranks, chunked loss", *checkpoint(runs("DDP"), 10))
-    check(moved, 10)
-    check(runs("FSDP2", *checkpoint(moved, 20)), 20)
-    check(run(tmp_path, config, *checkpoint(runs("FSDP2"), 20), "--run.output_dir", tmp_path / "one"), 20)
+    moved = runs("4 ranks, chunked loss", *resume_from(runs("DDP"), 10))
+    check_continued(moved, did, 10)
+    check_continued(runs("FSDP2", *resume_from(moved, 20)), did, 20)
+    check_continued(
+        run(tmp_path, config, *resume_from(runs("FSDP2"), 20), "--run.output_dir", tmp_path / "one"), did, 20
+    )
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
-    check(runs("interleaved", *checkpoint(one, 20)), 20)
+    check_continued(runs("interleaved", *resume_from(one, 20)), did, 20)
 
 
 @pytest.mark.slow

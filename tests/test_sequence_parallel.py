@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, difference, launch, packed_config, run, tiny_config, tiny_model
+from helpers import (
+    ROOT,
+    VOCABULARY,
+    Done,
+    check_continued,
+    launch,
+    packed_config,
+    resume_from,
+    run,
+    tiny_config,
+    tiny_model,
+)
 from reference import shuffled, train_reference
 
 import train
@@ -106,18 +117,11 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     """From DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
     config, did, *_ = truth
 
-    def check(done: Done, after: int) -> None:
-        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
-        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
-
-    def checkpoint(done: Done, step: int) -> tuple:
-        return "--run.resume", done.folder / "checkpoints" / f"step-000000{step}"
-
-    moved = runs("FSDP2", *checkpoint(runs("DDP"), 10))
-    check(moved, 10)
-    check(run(tmp_path, config, *checkpoint(moved, 20), "--run.output_dir", tmp_path / "one"), 20)
+    moved = runs("FSDP2", *resume_from(runs("DDP"), 10))
+    check_continued(moved, did, 10)
+    check_continued(run(tmp_path, config, *resume_from(moved, 20), "--run.output_dir", tmp_path / "one"), did, 20)
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
-    check(runs("4 share 2 key heads", *checkpoint(one, 20)), 20)
+    check_continued(runs("4 share 2 key heads", *resume_from(one, 20)), did, 20)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config
+from helpers import ROOT, VOCABULARY, Done, check_continued, difference, launch, resume_from, run, tiny_config
 from reference import shuffled, train_reference
 
 import train
@@ -160,19 +160,15 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     """From DDP to two ranks that share all, to 2 x 2, to FSDP2, to one process, and from there to 2 x 2."""
     config, did, _ = truth("tied qwen3")
 
-    def check(done: Done, after: int) -> None:
-        assert done.launches == [after] and difference(done.weights, did.weights) < 1e-5
-        np.testing.assert_allclose(done.losses, did.losses[after:], rtol=1e-5)
-
     def go_on(done: Done, step: int, **how) -> Done:
         folder = tmp_path / f"{done.folder.parent.name}-{step}-{len(how)}"
-        settings = "--run.resume", done.folder / "checkpoints" / f"step-000000{step}", "--run.output_dir", folder
+        settings = *resume_from(done, step), "--run.output_dir", folder
         moved = launch(tmp_path, config, *settings, "--run.save_every", 5, "--run.keep_checkpoints", 9, **how)
-        check(moved, step)
+        check_continued(moved, did, step)
         return moved
 
     first = launch(tmp_path, config, processes=2, warm=True)
-    check(first, 0)
+    check_continued(first, did, 0)
     shared = go_on(first, 10, **by_file(2, 2))
     both = go_on(shared, 15, **by_file(4, 2))
     fsdp2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": (AS_GPU, ROOT / "train.py")}
