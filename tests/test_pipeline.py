@@ -45,7 +45,12 @@ INTERLEAVED = "--model.pipeline_schedule", "Interleaved1F1B"
 # Processes and settings; then how many pipelines share the 10 rows of a step, in how many passes, and the share of the
 # time in which a rank waits: (ranks - 1) / (stages per rank x passes + ranks - 1).
 CASES = {
-    "2 ranks": (2, pipeline(2), {"data_parallel_size": 1, "grad_accum_steps": 4, "bubble": 1 / 5}),
+    # 11 passes evaluate, of which 8 go through the pipeline behind each other.
+    "2 ranks": (
+        2,
+        pipeline(2, "--batch.max_micro_batch_size", 1),
+        {"data_parallel_size": 1, "grad_accum_steps": 10, "bubble": 1 / 11},
+    ),
     "4 ranks, chunked loss": (
         4,
         pipeline(4, "--model.chunked_loss", "true"),
