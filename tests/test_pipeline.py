@@ -1,6 +1,9 @@
 """Pipeline parallelism is the run of a plain loop, too: ranks that have some of the layers each."""
 
+import gzip
+import json
 import re
+from collections import Counter
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -143,6 +146,19 @@ def test_in_bf16(truth, tmp_path, how):
     losses = launch(tmp_path, config, *pipeline(2), *steps, processes=4, warm=True, **how).losses
     np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
     assert losses != pytest.approx(did.losses[:5], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, each, times", [("FSDP2", "false", 3), ("FSDP2", "true", 6), ("FSDP2, interleaved, chunked loss", "false", 3)]
+)
+def test_how_often_fsdp2_averages(truth, runs, case, each, times):
+    """The two layers of a rank, and what is in none of them: once per step, or in each of its 2 micro-steps."""
+    done = runs(case, "--batch.sync_each_micro_step", each, "--perf.profile_steps", "[2, 2]")
+    truth[1].check(done)
+    with gzip.open(done.folder / "profile.json.gz") as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    assert names["c10d::_reduce_scatter_base_"] == times
 
 
 @pytest.mark.slow
