@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, check_continued, launch, resume_from, run, tiny_config
+from helpers import ROOT, VOCABULARY, Done, check_continued, launch, packed_config, resume_from, run, tiny_config
 from reference import shuffled, train_reference
 
 import train
@@ -146,6 +146,14 @@ def test_in_bf16(truth, tmp_path, how):
     losses = launch(tmp_path, config, *pipeline(2), *steps, processes=4, warm=True, **how).losses
     np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
     assert losses != pytest.approx(did.losses[:5], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_packed_documents_are_as_if_alone(tmp_path, processes):
+    config, pieces = packed_config(tmp_path)
+    done = launch(tmp_path, config, *pipeline(2), processes=processes, warm=True)
+    train_reference(config, lambda step: pieces).check(done)
 
 
 @pytest.mark.slow

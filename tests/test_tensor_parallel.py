@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, check_continued, difference, launch, resume_from, run, tiny_config
+from helpers import (
+    ROOT,
+    VOCABULARY,
+    Done,
+    check_continued,
+    difference,
+    launch,
+    packed_config,
+    resume_from,
+    run,
+    tiny_config,
+)
 from reference import shuffled, train_reference
 
 import train
@@ -153,6 +164,16 @@ def test_begins_as_the_plain_loop(truth, runs):
     did, done = truth("tied qwen3")[1], runs("2 x 2", *WARMUP)
     np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
     np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, size", [(2, 2), (4, 2)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, size):
+    """In a model whose windows are shorter than some of the documents."""
+    config, pieces = packed_config(tmp_path)
+    config["model"] = {"pretrained": str(family(tmp_path / "model", "mistral"))}
+    done = launch(tmp_path, config, **by_file(processes, size))
+    train_reference(config, lambda step: pieces).check(done)
 
 
 @pytest.mark.slow
