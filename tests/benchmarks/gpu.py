@@ -2,22 +2,32 @@
 
     python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--folder FOLDER] [--tiny]
 
-check     losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
-speed     configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile,
-          gradient checkpointing and chunked loss
-auto      the same with both, and the largest micro-batch that batch.max_micro_batch_size: auto finds
-float8    four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
-overhead  the compiled run's step time against that of a bare torch loop on the same model and tokens
+attention  torch's flash attention for documents, forward and backward, against one document after the other in float64
+check      losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
+resume     the same run killed by SIGKILL and continued
+host       how often the host waits for the GPU in a step without a log line, and copies memory that is not pinned
+launchers  each file of accelerate_configs/ as it is, with one process
+speed      configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile,
+           gradient checkpointing and chunked loss
+events     the compiled run's times with a log line every fifth step, when CUDA events divide them
+packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
+auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
+float8     four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
+overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
+others     transformers' Trainer, and TRL with its packing if it is installed, on the same model and documents
+save       how long a save of four layers holds up training
 
 It runs the real command with the versions that are installed, without any network, and reads metrics.jsonl; timed runs
 are killed after the steps they are for, before they would save. What does not fit into the minutes is left out, and
-named. Exit status 1 if a check fails or, on a GPU whose peak is known, if MFU is below 50 % with compile, the overhead
-above 1 %, or float8 less than 1.25 times as fast; 2 if a library is missing. --tiny shrinks everything, so that it also
-runs on a CPU, where it shows no speed.
+named; give --part for the next slice. FOLDER/results.jsonl gets one line for each case. Exit status 1 if a check fails
+or, on a GPU whose peak is known, if a goal is missed: MFU of 50 % with compile, an overhead of 1 %, float8 1.25 times
+as fast as bf16, packed rows as fast as full ones, and faster than Trainer and TRL; 2 if a library is missing. --tiny
+shrinks everything, so that it also runs on a CPU, where it shows no speed.
 """
 
 import argparse
 import ast
+import gzip
 import importlib.util
 import json
 import os
@@ -31,9 +41,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-PARTS = "check", "speed", "auto", "float8", "overhead"
+CONTENDERS = ROOT / "tests" / "benchmarks" / "gpu_contenders.py"
+PARTS = (
+    *("attention", "check", "resume", "host", "launchers", "speed", "events"),
+    *("packed", "auto", "float8", "overhead", "others", "save"),
+)
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
 WORST = {"no": 1e-4, "bf16": 5e-3}  # Largest relative difference of a loss from the CPU's, by precision.
+LAUNCHERS = "single", "fp8", "multi_gpu", "fsdp2"  # The others need several processes.
+SMALL_STEPS = 20
 
 
 def missing_libraries() -> list[str]:
@@ -55,10 +71,11 @@ class Size:
     most: int  # Rows of a step from which `auto` starts.
     steps: int
     vocab: int
+    small: int  # Width of the small model.
     architecture: dict  # Laid over that of configs/pretrain_1b.yaml.
 
 
-FULL = Size(4096, 16, 4, 64, 15, 49_152, {})
+FULL = Size(4096, 16, 4, 64, 15, 49_152, 256, {})
 TINY = Size(
     64,
     8,
@@ -66,6 +83,7 @@ TINY = Size(
     16,
     9,
     384,
+    32,
     {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -85,6 +103,7 @@ COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_che
 SPEED = {
     "eager": (),
     "compile": COMPILE,
+    "compile full": ("--model.compile", "full"),
     "checkpointing": CHECKPOINTING,
     "compile, checkpointing": (*COMPILE, *CHECKPOINTING),
     "compile, chunked loss": (*COMPILE, "--model.chunked_loss", "true"),
@@ -99,9 +118,26 @@ class Bench:
         self.left_out, self.failed, self.runs = [], [], {}
         self.environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
-    def train(self, name: str, config: Path, *overrides, precision: str = "bf16", steps: int | None = None, env=None):
-        """The metrics of one `accelerate launch`: to its end, or killed once it has logged so many steps. None, and a
-        note, if the time is up before."""
+    def note(self, case: str, **figures) -> None:
+        """One line of results.jsonl."""
+        with open(self.folder / "results.jsonl", "a") as file:
+            file.write(json.dumps({"case": case} | figures) + "\n")
+
+    def train(
+        self,
+        name: str,
+        config: Path,
+        *overrides,
+        precision: str = "bf16",
+        steps: int | None = None,
+        env: dict | None = None,
+        script: Path = ROOT / "train.py",
+        launcher: Path | None = None,
+    ) -> list[dict] | None:
+        """The metrics of one `accelerate launch`: to its end, or killed once it has logged so many steps.
+
+        None, and a note, if it fails or the time is up before.
+        """
         from helpers import kill_tree
 
         run = self.folder / name.replace(", ", "-").replace(" ", "-")
@@ -109,16 +145,12 @@ class Bench:
             sys.executable,
             "-m",
             "accelerate.commands.launch",
+            *(("--config_file", launcher) if launcher else ("--num_machines", "1", "--dynamo_backend", "no")),
             "--num_processes",
             "1",
-            "--num_machines",
-            "1",
-            "--dynamo_backend",
-            "no",
-            "--mixed_precision",
-            precision,
-            *(("--fp8_backend", "ao") if precision == "fp8" else ()),
-            ROOT / "train.py",
+            *(() if launcher else ("--mixed_precision", precision)),
+            *(("--fp8_backend", "ao") if precision == "fp8" and not launcher else ()),
+            script,
             "--config",
             config,
             "--run.output_dir",
@@ -158,20 +190,53 @@ class Bench:
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in map(json.loads, (line for line in lines if line.endswith("}"))) if key in line]
 
-    # check ----------------------------------------------------------------------------------------------------
+    # Right or wrong -------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def attention(self) -> None:
+        """Errors relative to the largest number, beside those of plain 16-bit attention of each document."""
+        import torch
+
+        import train
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        kernel = train.flash_attention if device == "cuda" else plain_attention
+        lengths = (1, 700, 64, 64, 3, 1000, 216)
+        ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        documents = train.Documents(lengths, max(lengths), ends)
+        print("\n| flash attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
+        for head, key_heads, window in [(64, 8, None), (128, 2, None), (128, 2, 100), (256, 4, None)]:
+            torch.manual_seed(0)
+            shapes = [(1, heads, sum(lengths), head) for heads in (8, key_heads, key_heads)]
+            states = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+            truth = results(
+                plain_attention, [one.detach().double().requires_grad_() for one in states], documents, window
+            )
+            errors = {}
+            for name, function in ("flash", kernel), ("plain", plain_attention):
+                pairs = zip(results(function, states, documents, window), truth)
+                errors[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+            case = f"attention, heads of {head}, {8 // key_heads} to a key, window {window}"
+            print(f"| {case} | {errors['flash']:.1e} | {errors['plain']:.1e} |", flush=True)
+            self.note(case, **errors)
+            if not errors["flash"] <= 2 * errors["plain"]:
+                self.failed.append(f"{case}: {errors['flash']:.1e}")
+
+    def small_config(self) -> Path:
+        """A small model, and documents of many lengths that share rows, so that positions are checked, too."""
         from helpers import VOCABULARY, make_rows, write_config, write_rows
 
-        folder, steps = self.folder / "check", 20
+        folder = self.folder / "small"
+        if folder.exists():
+            return folder / "config.yaml"
         folder.mkdir()
-        shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-        config = write_config(
+        width = self.size.small
+        shape = {"hidden_size": width, "intermediate_size": 2 * width}
+        shape |= {"num_hidden_layers": 4, "num_attention_heads": width // 32}
+        return write_config(
             folder,
             {
-                "run": {"max_steps": steps, "log_every": 1, "eval_every": 0, "save_every": 0},
+                "run": {"max_steps": SMALL_STEPS, "log_every": 1, "eval_every": 0, "save_every": 0},
                 "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
-                # Documents of many lengths share rows, so that masks and positions are checked, too.
                 "data": {
                     "path": str(write_rows(folder / "rows", make_rows([3 + 7 * i % 300 for i in range(200)]))),
                     "format": "tokens",
@@ -181,41 +246,88 @@ class Bench:
                 "optim": {"learning_rate": 1e-3, "warmup_steps": 5, "adam_eps": 1e-5},
             },
         )
-        cases = {
-            "CPU": ("no", (), {"CUDA_VISIBLE_DEVICES": ""}),
-            "float32": ("no", (), {}),
-            "float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3), {}),
-            "bf16": ("bf16", (), {}),
-            "bf16, compile": ("bf16", COMPILE, {}),
-            "bf16, checkpointing": ("bf16", CHECKPOINTING, {}),
-        }
-        losses = {}
-        for name, (precision, overrides, env) in cases.items():
-            if lines := self.train(f"check {name}", config, *overrides, precision=precision, env=env):
-                losses[name] = [line["train/loss"] for line in lines if "train/loss" in line]
-        if "CPU" not in losses:
+
+    def losses(self, name: str, *overrides, **how) -> list[float] | None:
+        """Of the small model."""
+        if name not in self.runs:
+            lines = self.train(name, self.small_config(), *overrides, **how)
+            self.runs[name] = lines and [line["train/loss"] for line in lines if "train/loss" in line]
+        return self.runs[name]
+
+    def compare(self, name: str, values: list[float] | None, truth: list[float] | None, bound: float) -> None:
+        """A line of a table; a failure if a loss is missing or too far away."""
+        if not values or not truth:
             return
-        truth = losses.pop("CPU")
-        print(f"\n| {steps} steps of a small model | last loss | largest relative difference from the CPU's | bound |")
-        print(f"|---|---|---|---|\n| CPU, float32 | {truth[-1]:.4f} | | |")
-        for name, values in losses.items():
-            worst = max(abs(a - b) / b for a, b in zip(values, truth))
-            bound = WORST[cases[name][0]]
-            print(f"| {name} | {values[-1]:.4f} | {worst:.1e} | {bound:.0e} |", flush=True)
-            if not worst <= bound or len(values) != steps:  # So that nan fails, too.
-                self.failed.append(f"check {name}: {worst:.1e}")
+        worst = max(abs(a - b) / b for a, b in zip(values, truth))
+        print(f"| {name} | {values[-1]:.4f} | {worst:.1e} | {bound:.0e} |", flush=True)
+        self.note(name, losses=values, worst=worst, bound=bound)
+        if not worst <= bound or len(values) != len(truth):  # So that nan fails, too.
+            self.failed.append(f"{name}: {worst:.1e}")
 
-    # speed, auto, overhead ------------------------------------------------------------------------------------
+    def check(self) -> None:
+        truth = self.losses("check CPU", precision="no", env={"CUDA_VISIBLE_DEVICES": ""})
+        cases = {
+            "check float32": ("no", ()),
+            "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
+            "check bf16": ("bf16", ()),
+            "check bf16, compile": ("bf16", COMPILE),
+            "check bf16, checkpointing": ("bf16", CHECKPOINTING),
+            "check bf16, chunked loss": ("bf16", ("--model.chunked_loss", "true")),
+        }
+        print(f"\n| {SMALL_STEPS} steps of a small model | last loss | difference from the CPU's | bound |")
+        print("|---|---|---|---|")
+        for name, (precision, overrides) in cases.items():
+            self.compare(name, self.losses(name, *overrides, precision=precision), truth, WORST[precision])
 
-    def tokens(self) -> Path:
-        """Rows of random tokens, each a document: no masks, as in most pretraining benchmarks."""
+    def resume(self) -> None:
+        whole = self.losses("check bf16")
+        often, name = ("--run.save_every", 5), "resume"
+        if self.train(name, self.small_config(), *often, steps=SMALL_STEPS * 3 // 5):
+            print("\n| | last loss | difference from the run that was not killed | bound |\n|---|---|---|---|")
+            self.compare("killed and continued", self.losses(name, *often), whole, 1e-3)
+
+    def host(self) -> None:
+        """Of steps without a log line. The profile tells from where the GPU has copied."""
+        settings = "--run.log_every", 1000, "--perf.profile_steps", "[12, 15]"
+        if not self.train("host", self.small_config(), *settings, script=CONTENDERS):
+            return
+        log = (self.folder / "host.log").read_text().splitlines()
+        [counted] = [json.loads(line) for line in log if line.startswith('{"waits"')]
+        waits = counted["waits"][8:12]  # Not those of the profiler.
+        with gzip.open(self.folder / "host" / "profile.json.gz") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        copies = {kind: sum(f"HtoD ({kind}" in name for name in names) for kind in ("Pinned", "Pageable")}
+        print(f"\nThe host waits {max(waits)} times in a step; copies to the GPU in 4 steps: {copies}", flush=True)
+        self.note("host", waits=waits, where=counted["where"], copies=copies)
+        if max(waits) > 0 or copies["Pageable"]:
+            self.failed.append(f"host: waits {waits}, {copies}")
+
+    def launchers(self) -> None:
+        """The losses under each file: in bf16 or float8, as the file says."""
+        truth = self.losses("check bf16")
+        print("\n| launcher file | last loss | difference from bf16 without one | bound |\n|---|---|---|---|")
+        for name in LAUNCHERS:
+            if name == "fp8" and importlib.util.find_spec("torchao") is None:
+                self.left_out.append("fp8.yaml, which needs torchao")
+                continue
+            losses = self.losses(name, launcher=ROOT / "accelerate_configs" / f"{name}.yaml")
+            self.compare(f"{name}.yaml", losses, truth, 2e-2)
+
+    # How fast -------------------------------------------------------------------------------------------------
+
+    def tokens(self, documents: bool = False) -> Path:
+        """Rows of random tokens, each a document, as in most pretraining benchmarks; or documents of many lengths."""
         import datasets
         import numpy as np
 
-        folder, size = self.folder / "tokens", self.size
+        folder, size = self.folder / ("documents" if documents else "tokens"), self.size
         if not folder.exists():
-            rows = np.random.default_rng(0).integers(0, size.vocab, (size.most * 4, size.length), dtype=np.int32)
-            datasets.Dataset.from_dict({"input_ids": list(rows)}).save_to_disk(folder)
+            rng, count = np.random.default_rng(0), size.most * 4
+            lengths = [size.length] * count
+            if documents:
+                lengths = np.clip(rng.lognormal(np.log(size.length / 8), 0.8, 8 * count).astype(int), 2, size.length)
+            rows = [rng.integers(0, size.vocab, length, dtype=np.int32) for length in lengths]
+            datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
         return folder
 
     def overrides(self, rows: int, micro_batch: int | str) -> list:
@@ -249,11 +361,40 @@ class Bench:
                 name, config, *self.overrides(rows, micro_batch), *settings, precision=precision, steps=self.size.steps
             )
             self.runs[name] = lines and summarize(lines)
+            if lines:
+                self.note(name, **self.runs[name])
         return self.runs[name]
 
     def speed(self) -> None:
         for name, settings in SPEED.items():
             self.measure(name, self.size.rows, self.size.micro_batch, *settings)
+
+    def events(self) -> None:
+        """A line per step makes the host wait in each. With fewer, CUDA events have to tell the phases apart."""
+        often = self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
+        name = "compile, a log line every fifth step"
+        seldom = self.measure(name, self.size.rows, self.size.micro_batch, *COMPILE, "--run.log_every", 5)
+        if not often or not seldom:
+            return
+        for key in "rate", "micro_step_rate":
+            ratio = seldom[key] / often[key]
+            print(f"\n{key} with a log line every fifth step, to one in each: {ratio:.3f}", flush=True)
+            if often["mfu"] and not 0.95 <= ratio <= 1.1:
+                self.failed.append(f"events: {key} {ratio:.3f}")
+
+    def packed(self) -> None:
+        """Real tokens per second, to those of rows that are full."""
+        documents = "--data.path", self.tokens(documents=True)
+        full = self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
+        for packing in "concat", "none":
+            name = f"compile, documents, packing {packing}"
+            settings = *COMPILE, *documents, "--data.packing", packing
+            one = self.measure(name, self.size.rows, self.size.micro_batch, *settings)
+            if full and one:
+                ratio = one["real_rate"] / full["real_rate"]
+                print(f"\nReal tokens per second with packing {packing}, to full rows: {ratio:.3f}", flush=True)
+                if packing == "concat" and full["mfu"] and ratio < 0.98:
+                    self.failed.append(f"packed rows {ratio:.3f} times as fast as full ones")
 
     def auto(self) -> None:
         self.measure("compile, checkpointing, auto", self.size.most, "auto", *SPEED["compile, checkpointing"])
@@ -285,31 +426,9 @@ class Bench:
         size, ours = self.size, self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
         if not ours or time.monotonic() > self.deadline:
             return self.left_out.append("overhead")
-        import yaml
-
-        architecture = yaml.safe_load((ROOT / "configs" / "pretrain_1b.yaml").read_text())["model"]["architecture"]
-        given = {
-            "architecture": architecture | size.architecture | {"vocab_size": size.vocab},
-            "rows": size.rows,
-            "micro_batch": size.micro_batch,
-            "length": size.length,
-            "steps": size.steps,
-            "tokens": str(self.tokens()),
-        }
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--bare", json.dumps(given)],
-                check=True,
-                text=True,
-                stdout=subprocess.PIPE,
-                env=self.environment,
-                timeout=max(1, self.deadline - time.monotonic()),
-            )
-        except subprocess.TimeoutExpired:
-            return self.left_out.append("overhead")
-        except subprocess.CalledProcessError as error:
-            return self.failed.append(f"bare loop: exit status {error.returncode}")
-        bare = json.loads(done.stdout.splitlines()[-1])
+        bare = self.contender("bare", self.tokens())
+        if not bare:
+            return
         seconds, over = median(bare["seconds"]), ours["seconds"] / median(bare["seconds"]) - 1
         print(f"\n| compiled, {size.rows} rows of {size.length:,} per step | median step, s | tokens/s |")
         print("|---|---|---|")
@@ -319,9 +438,68 @@ class Bench:
         if ours["mfu"] and over > 0.01:
             self.failed.append(f"overhead {over:.2%}, goal 1 %")
 
+    def contender(self, name: str, tokens: Path) -> dict | None:
+        """The seconds and the real tokens of its steps, as it tells them."""
+        import yaml
+
+        size = self.size
+        architecture = yaml.safe_load((ROOT / "configs" / "pretrain_1b.yaml").read_text())["model"]["architecture"]
+        given = {
+            "architecture": architecture | size.architecture | {"vocab_size": size.vocab},
+            "rows": size.rows,
+            "micro_batch": size.micro_batch,
+            "length": size.length,
+            "steps": size.steps,
+            "tokens": str(tokens),
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, CONTENDERS, name, json.dumps(given)],
+                text=True,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+                timeout=max(1, self.deadline - time.monotonic()),
+            )
+        except subprocess.TimeoutExpired:
+            return self.left_out.append(name)
+        if done.returncode:
+            return self.failed.append(f"{name}: exit status {done.returncode}")
+        steps = json.loads(done.stdout.splitlines()[-1])
+        steps = {key: values[SKIPPED_STEPS:] for key, values in steps.items()}
+        self.note(name, **steps, real_rate=sum(steps["tokens"]) / sum(steps["seconds"]))
+        return steps
+
+    def others(self) -> None:
+        """Real tokens per second on documents of many lengths: padded as Trainer does, packed by TRL, and ours."""
+        self.packed()
+        ours = {packing: self.runs[f"compile, documents, packing {packing}"] for packing in ("none", "concat")}
+        names = {"Trainer": "none", "TRL": "concat"}
+        if importlib.util.find_spec("trl") is None:
+            self.left_out.append("TRL, which is not installed")
+            del names["TRL"]
+        print("\n| documents | real tokens/s | of train.py | train.py is faster by |\n|---|---|---|---|")
+        for name, packing in names.items():
+            theirs = self.contender(name, self.tokens(documents=True))
+            if theirs and ours[packing]:
+                rate, own = sum(theirs["tokens"]) / sum(theirs["seconds"]), ours[packing]["real_rate"]
+                print(f"| {name} | {rate:,.0f} | {own:,.0f} | {own / rate:.2f} |", flush=True)
+                if ours[packing]["mfu"] and own < rate:
+                    self.failed.append(f"{name} is {rate / own:.2f} times as fast")
+
+    def save(self) -> None:
+        """Seconds that training waits for a save, beside those of a step."""
+        settings = "--run.save_every", 5, "--run.keep_checkpoints", 1, "--run.max_steps", 15
+        few = "--model.architecture.num_hidden_layers", min(4, self.size.architecture.get("num_hidden_layers", 4))
+        config, rows = ROOT / "configs" / "pretrain_1b.yaml", self.size.rows
+        lines = self.train("save", config, *self.overrides(rows, self.size.micro_batch), *few, *settings)
+        if lines:
+            waited, step = lines[-1]["summary/checkpoint_seconds"], summarize(lines)["seconds"]
+            print(f"\n3 saves of 4 layers: training waited {waited:.2f} s, a step takes {step:.3f} s", flush=True)
+            self.note("save", waited=waited, step=step)
+
     def table(self) -> None:
         """The variants that were measured."""
-        seen = {name: run for name, run in self.runs.items() if run}
+        seen = {name: run for name, run in self.runs.items() if isinstance(run, dict)}
         if not seen:
             return
         print(f"\n{self.size.length:,} tokens per row, bf16 where nothing else is said\n")
@@ -348,10 +526,17 @@ def summarize(lines: list[dict]) -> dict:
     seconds = [line["perf/step_seconds"] for line in steps]
     of = {
         key: median([line[f"perf/{key}"] for line in steps if line[f"perf/{key}"] is not None] or [0])
-        for key in ("tokens_per_second", "mfu")
+        for key in (
+            "tokens_per_second",
+            "real_tokens_per_second",
+            "micro_step_tokens_per_second_per_device",
+            "mfu",
+        )
     }
     return lines[0] | {
         "rate": of["tokens_per_second"],
+        "real_rate": of["real_tokens_per_second"],
+        "micro_step_rate": of["micro_step_tokens_per_second_per_device"],
         "mfu": of["mfu"],
         "memory": steps[-1]["perf/peak_memory_gib"],
         "seconds": median(seconds),
@@ -360,38 +545,31 @@ def summarize(lines: list[dict]) -> dict:
     }
 
 
-def bare_loop(architecture: dict, tokens: str, rows: int, micro_batch: int, length: int, steps: int) -> None:
-    """The same work without train.py or Accelerate: bf16 autocast, compiled layers, clipping, fused AdamW."""
-    import datasets
-    import numpy as np
+def plain_attention(query, key, value, documents, sliding_window=None):
+    """[1, tokens, heads, head size], one document after the other, by the formula."""
     import torch
-    import torch.nn.functional as F
-    import transformers
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids = torch.from_numpy(np.array(datasets.load_from_disk(tokens).with_format("numpy")["input_ids"], np.int64))
-    config = transformers.AutoConfig.for_model(**architecture, max_position_embeddings=length, use_cache=False)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device).train()
-    for layer in model.model.layers:
-        layer.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    seconds = []
-    for step in range(steps):
-        began = time.perf_counter()
-        at = step * rows % (len(ids) - rows + 1)
-        for start in range(at, at + rows, micro_batch):
-            batch = ids[start : min(start + micro_batch, at + rows)]
-            targets = torch.cat([batch[:, 1:], torch.full_like(batch[:, :1], -100)], 1).to(device)
-            with torch.autocast(device, torch.bfloat16):
-                logits = model(input_ids=batch.to(device), use_cache=False).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-            (loss / (rows * (length - 1))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # Waits for the device, as reading the loss for a log line does.
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": seconds[SKIPPED_STEPS:]}))
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    outputs = []
+    for parts in zip(*(states.split(documents.lengths, dim=2) for states in (query, key, value))):
+        length = parts[0].shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        if sliding_window:
+            seen = seen.triu(1 - sliding_window)
+        scores = (parts[0] @ parts[1].transpose(2, 3)) * query.shape[-1] ** -0.5
+        outputs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ parts[2])
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def results(function, states: list, documents, window: int | None) -> list:
+    """What it computes, and the gradients of its sum with weights."""
+    import torch
+
+    output = function(*states, documents, sliding_window=window)
+    weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view_as(output)
+    gradients = torch.autograd.grad((output * weights).sum(), states)
+    return [result.double() for result in (output.detach(), *gradients)]
 
 
 def main() -> int:
@@ -401,13 +579,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept afterwards, with all output; by default a temporary one")
     parser.add_argument("--micro-batch", type=int, help="rows at once in speed and overhead; by default 4")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--bare", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if missing := missing_libraries():
         print(f"missing here: {', '.join(missing)}; train.py needs them", file=sys.stderr)
         return 2
-    if args.bare:
-        return bare_loop(**args.bare) or 0
     import accelerate
     import torch
     import transformers
@@ -415,17 +590,18 @@ def main() -> int:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if name == "CPU" and not args.tiny:
         parser.error("no GPU is here; --tiny runs on a CPU")
-    print(
+    versions = (
         f"{name}, {sys.platform}, Python {sys.version.split()[0]}, torch {torch.__version__}, accelerate "
-        f"{accelerate.__version__}, transformers {transformers.__version__}",
-        flush=True,
+        f"{accelerate.__version__}, transformers {transformers.__version__}"
     )
+    print(versions, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         size = TINY if args.tiny else FULL
         size = replace(size, micro_batch=args.micro_batch or size.micro_batch)
         bench = Bench(folder.resolve(), size, args.minutes)
+        bench.note("machine", versions=versions)
         for part in (part for part in PARTS if part in args.part):
             getattr(bench, part)()
         bench.table()

@@ -2,6 +2,7 @@
 
 Nothing is compiled, which takes most of a minute here; that it can be, test_finetune.py checks."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,13 +16,24 @@ import pytest
 def test_the_gpu_benchmark_runs(tmp_path):
     command = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny", "--folder", tmp_path]
     done = subprocess.run(
-        [*command, "--part", "float8", "overhead"],
+        [*command, "--part", "attention", "resume", "host", "float8", "overhead", "others"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\| compile \| 2 x 4 \| [\d,]+ \| unknown peak \|", done.stdout, re.MULTILINE)
-    assert re.search(r"^Overhead of train.py: [+-]", done.stdout, re.MULTILINE)
-    assert "Left out: float8, which needs torchao and a GPU" in done.stdout
+    for line in (
+        r"\| attention, heads of 128, 4 to a key, window 100 \| [\d.e-]+ \|",
+        r"\| killed and continued \| [\d.]+ \| [\d.e-]+ \| 1e-03 \|",
+        r"The host waits 0 times in a step",
+        r"\| compile \| 2 x 4 \| [\d,]+ \| unknown peak \|",
+        r"Overhead of train.py: [+-]",
+        r"Real tokens per second with packing concat, to full rows: [\d.]+",
+        r"\| Trainer \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
+        r"\| TRL \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
+        "Left out: float8, which needs torchao and a GPU",
+    ):
+        assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
+    cases = [json.loads(line)["case"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert cases[0] == "machine" and {"host", "compile", "bare", "Trainer", "TRL"} < set(cases)
