@@ -193,13 +193,22 @@ def environments(request: dict) -> list[dict[str, str]]:
     if request["launcher"] is None:  # Just `python train.py`.
         return [{}]
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
 
     args = launch_command_parser().parse_args([*request["launcher"], *request["script"]])
-    args, _, _ = _validate_launch_command(args)
-    if args.cpu or not (args.multi_gpu or args.use_fsdp):
+    args, defaults, _ = _validate_launch_command(args)
+    if args.cpu or not (args.multi_gpu or args.use_fsdp or args.use_deepspeed):
         return [prepare_simple_launcher_cmd_env(args)[1]]
-    common = prepare_multi_gpu_env(args) | {
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        common = prepare_deepspeed_cmd_env(args)[1]
+    else:
+        common = prepare_multi_gpu_env(args)
+    common |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(args.main_process_port),
         "GROUP_RANK": "0",

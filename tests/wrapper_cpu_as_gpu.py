@@ -36,6 +36,12 @@ if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":  # A CPU multiplies wh
 
     Float8LinearConfig.__init__ = partialmethod(Float8LinearConfig.__init__, emulate=True)
 
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False  # In the place of gloo, it would compile code for shared memory.
+
 if __name__ == "__main__":
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

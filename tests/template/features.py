@@ -198,6 +198,17 @@ def pipeline_parallel(script: Script) -> None:
     script.drop_setting("model.pipeline_schedule", "1F1B")
 
 
+def deepspeed(script: Script) -> None:
+    script.replace("choose_strategy", "kind == 'DEEPSPEED'", "False")
+    saved = "self.setup.model, self.setup.optimizers"
+    script.replace("Saver.save", f"self.setup.strategy.state({saved})", f"trained_state({saved})")
+    script.replace("load_checkpoint", "strategy.state(model, optimizers)", "trained_state(model, optimizers)")
+    script.drop_statements("load_checkpoint", "put_back")
+    script.drop_parameter("load_checkpoint", "strategy")
+    script.drop_definition("DDP.state")
+    script.drop_definition("DDP.put_back")
+
+
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_element("WeightedSource.format", "chat")
@@ -226,6 +237,7 @@ FEATURES = {
     "sequence parallelism": sequence_parallel,
     "tensor parallelism": tensor_parallel,
     "pipeline parallelism": pipeline_parallel,
+    "DeepSpeed": deepspeed,
     "chat": chat,
 }
 

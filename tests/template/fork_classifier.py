@@ -32,6 +32,8 @@ def edit(script: Script) -> None:
     script.drop_statements("build_setup", "token_bytes")
     # Its vocabulary
     script.drop_definition("check_token_ids")
+    script.drop_field("Setup.vocabulary")
+    script.drop_statements("build_setup", "vocabulary_size")
     script.drop_statements("build_model", "resize_token_embeddings")
     script.drop_element("model_config", "vocab_size")
     for function in "model_config", "build_model":

@@ -9,6 +9,8 @@ LAUNCHERS = [
     ROOT / "accelerate_configs" / f"{name}.yaml"
     for name in (
         "cpu",
+        "deepspeed_zero2",
+        "deepspeed_zero3",
         "fp8",
         "fsdp2",
         "fsdp2_tensor_parallel",

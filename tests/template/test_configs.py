@@ -113,11 +113,12 @@ def test_accelerate_understands(file):
     config = load_config_from_file(str(file))
     parser = launch_command_parser()
     options = {action.dest for action in parser._actions}
-    assert options >= config.fsdp_config.keys() | config.parallelism_config.keys()
+    assert options >= config.fsdp_config.keys() | config.parallelism_config.keys() | config.deepspeed_config.keys()
     args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
     assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
     assert (args.fp8_backend == "AO") == (file.stem == "fp8")
     assert args.use_fsdp == (file.stem in ("fsdp2", "fsdp2_tensor_parallel", "hsdp", "sequence_parallel"))
+    assert args.use_deepspeed == file.stem.startswith("deepspeed")
     assert int(args.fsdp_version) == (2 if args.use_fsdp else 1)
     assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node", "tensor_parallel"))
     assert args.use_cpu == (file.stem == "cpu")

@@ -1,0 +1,310 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3 make the run of a plain loop, too. Without the package, there is nothing to test."""
+
+import json
+import os
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import helpers
+import numpy as np
+import pytest
+import test_damage
+import torch
+import transformers
+import yaml
+from helpers import ROOT, Done, check_continued, difference, resume_from, run, tiny_config, tiny_model, write_rows
+from reference import shuffled, train_reference
+from safetensors.torch import load_file
+
+import train
+
+pytest.importorskip("deepspeed", reason="pip install deepspeed==0.19.8")
+
+AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
+FLOAT32 = "--mixed_precision", "no"
+
+
+def launch(folder: Path, config: dict, launcher: str, *settings, script: Path = ROOT / "train.py", **more) -> Done:
+    """Two warm CPU processes, in float32."""
+    how = {"launcher": launcher, "processes": 2, "options": FLOAT32, "warm": True, "env": {"DS_ACCELERATOR": "cpu"}}
+    return helpers.launch(folder, config, *settings, script=(AS_GPU, script), **(how | more))
+
+
+def launcher_file(folder: Path, **zero) -> str:
+    """A launcher file with a config of DeepSpeed's own, as start() takes it."""
+    settings = folder / "zero.json"
+    settings.write_text(json.dumps({"zero_optimization": zero}))
+    plugin = {"deepspeed_config_file": str(settings), "zero3_init_flag": False}
+    launched = {"distributed_type": "DEEPSPEED", "num_machines": 1, "num_processes": 2, "deepspeed_config": plugin}
+    (folder / "launcher.yaml").write_text(yaml.safe_dump(launched))
+    return os.path.relpath(folder / "launcher", ROOT / "accelerate_configs")
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory):
+    """Of so small a model, ZeRO-3 would leave all weights whole on every rank, unless it is told to divide all."""
+    return launcher_file(tmp_path_factory.mktemp("zero3"), stage=3, stage3_param_persistence_threshold=0)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """The config of all cases, with a tied model, and the plain loop's result for it."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    config = tiny_config(folder)
+    config["model"] = {"pretrained": str(tiny_model(folder / "tied", learned_positions=True))}
+    config["run"] |= {"eval_every": 15, "save_every": 5, "keep_checkpoints": 6}
+    config["batch"]["max_micro_batch_size"] = 2
+    config["optim"]["max_grad_norm"] = 1.3
+    rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
+    order = shuffled(config["run"]["seed"], len(rows), 300)
+    did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
+    clipped = sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms)
+    assert 5 < clipped < 25, sorted(did.grad_norms)
+    return config, did
+
+
+SHIPPED = {2: "deepspeed_zero2", 3: "deepspeed_zero3"}
+IMMEDIATE = "--batch.sync_each_micro_step", "true"
+
+
+@pytest.fixture(scope="module")
+def runs(truth, zero3, tmp_path_factory):
+    """runs(stage, processes, *settings): the finished run. Each is made once."""
+
+    @cache
+    def result(stage: int, processes: int, *settings, warm: bool = True) -> Done:
+        launcher = zero3 if stage == 3 and warm else SHIPPED[stage]
+        folder = tmp_path_factory.mktemp("run")
+        done = launch(folder, truth[0], launcher, *settings, processes=processes, warm=warm)
+        assert done.metrics[0]["plan/num_processes"] == processes
+        return done
+
+    return result
+
+
+@pytest.mark.parametrize(
+    "stage, processes, settings, warm",
+    [
+        (2, 2, (), True),
+        pytest.param(3, 2, (), True, marks=pytest.mark.slow),
+        pytest.param(2, 4, IMMEDIATE, True, marks=pytest.mark.slow),
+        pytest.param(3, 4, IMMEDIATE, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, (), False, marks=pytest.mark.slow),
+        pytest.param(3, 2, (), False, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_plain_loop(truth, runs, stage, processes, settings, warm):
+    """With clipping, accumulation, uneven batches and evaluation, also by the real command. The export loads."""
+    config, did = truth
+    done = runs(stage, processes, *settings, warm=warm)
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    assert not re.search("warning|deepspeed", done.output, re.IGNORECASE)
+    assert f"Model: {did.model.num_parameters():,} parameters" in done.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids).logits, did.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_zero3_begins_as_the_plain_loop(truth, runs):
+    """In a few steps, with divided weights, and with samples in between."""
+    samples = "--eval.prompts", "some", "--eval.max_new_tokens", 4, "--run.eval_every", 2
+    done = runs(3, 2, "--run.max_steps", 5, *samples)
+    np.testing.assert_allclose(done.losses, truth[1].losses[:5], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), truth[1].grad_norms[:5], rtol=1e-5)
+    assert len(done.logged("eval/sample_0")) == 3
+
+
+@pytest.mark.slow
+def test_checkpoint_goes_through_all_strategies(truth, runs, zero3, tmp_path):
+    """ZeRO-2 on 2 -> DDP 2 -> ZeRO-3 on 4 -> FSDP2 2 -> ZeRO-2 on 3 -> one process -> ZeRO-3 on 2, from step 3 on."""
+    config, did = truth
+    done = runs(2, 2)
+    ways = [("cpu", 2), (zero3, 4), ("fsdp2", 2), (SHIPPED[2], 3), (None, None)]
+    for number, (launcher, processes) in enumerate(ways, start=1):
+        settings = *resume_from(done, 5 * number), "--run.output_dir", tmp_path / str(number)
+        if launcher is None:
+            done = run(tmp_path, config, *settings)
+        else:
+            done = launch(tmp_path, config, launcher, *settings, processes=processes)
+        check_continued(done, did, 5 * number)
+    first = tmp_path / "1" / "checkpoints" / "step-00000010"
+    weights = launch(tmp_path, config, zero3, "--run.init_from", first, "--run.max_steps", 5, "--optim.warmup_steps", 0)
+    same = launch(
+        tmp_path,
+        config,
+        "cpu",
+        *("--run.init_from", first, "--run.max_steps", 5, "--optim.warmup_steps", 0),
+        *("--run.output_dir", tmp_path / "same"),
+    )
+    np.testing.assert_allclose(weights.losses, same.losses, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"),
+        ("--batch.warmup", "[{steps: 3, rows: 3}, {steps: 2, rows: 7}]"),
+        ("--optim.max_grad_norm", "null", "--run.keep_best", "true", "--run.eval_every", 2),
+        ("--model.lora", "{r: 4, target_modules: all-linear}"),
+    ],
+    ids=["chunked loss", "warmup", "no clipping", "LoRA"],
+)
+def test_with_other_settings(truth, zero3, tmp_path, stage, settings):
+    shared = "--run.max_steps", 8, *settings
+    one = run(tmp_path, truth[0], *shared, "--run.output_dir", tmp_path / "one")
+    done = launch(tmp_path, truth[0], zero3 if stage == 3 else SHIPPED[2], *shared)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), one.logged("train/grad_norm"), rtol=1e-5)
+    file = "adapter_model.safetensors" if "--model.lora" in settings else "model.safetensors"
+    assert difference(*(load_file(which.folder / "model" / file) for which in (done, one))) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloaded_optimizer(truth, tmp_path, stage):
+    config, did = truth
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    whole = launch(tmp_path, config, launcher_file(tmp_path, stage=stage, **offload))
+    did.check(whole)
+    settings = *resume_from(whole, 20), "--run.output_dir", tmp_path / "moved"
+    check_continued(launch(tmp_path, config, launcher_file(tmp_path, stage=stage, **offload), *settings), did, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bf16(truth, zero3, tmp_path, stage):
+    """Near the run in float32, and not the same. With beta1 0 and no clipping, AdamW's first moment is the gradient:
+    its digits tell that it was added up in float32. The export has the weights in float32, and says so."""
+    config, did = truth
+    settings = "--run.max_steps", 5, "--optim.adam_beta1", 0, "--optim.max_grad_norm", "null"
+    file = zero3 if stage == 3 else SHIPPED[2]
+    options = "--mixed_precision", "bf16"
+    done = launch(tmp_path, config, file, *settings, options=options)
+    np.testing.assert_allclose(done.losses[:2], did.losses[:2], rtol=1e-2)
+    assert done.losses != pytest.approx(did.losses[:5], rel=1e-6)
+    state = {}
+    for part in (done.folder / "checkpoints" / "step-00000005").glob("*.safetensors"):
+        state |= load_file(part)
+    moments = [tensor for name, tensor in state.items() if name.endswith("exp_avg")]
+    assert moments
+    for tensor in [*moments, *done.weights.values()]:
+        tensor = tensor[tensor != 0]
+        assert tensor.dtype == torch.float32 and (tensor.bfloat16() != tensor).float().mean() > 0.1
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    assert difference(done.weights, {name: dict(model.named_parameters())[name].data for name in done.weights}) == 0
+
+
+POISONED = """
+import runpy, sys
+sys.path[:0] = {path!r}
+import pytest, test_damage
+test_damage.poison(pytest.MonkeyPatch(), {{4}}, test_damage.{how})  # The first pass is none of a step.
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["in_the_loss", "in_the_gradient"])
+def test_not_finite(tmp_path, zero3, monkeypatch, stage, how):
+    """The third step makes no update, and the others are as ever."""
+    config = tiny_config(tmp_path)
+    config["batch"]["max_micro_batch_size"] = 5
+    settings = "--run.max_steps", 6, "--run.max_skipped_steps", 1
+    script = tmp_path / "poisoned.py"
+    path = [str(ROOT / "tests"), str(ROOT)]
+    script.write_text(POISONED.format(path=path, how=how, script=str(ROOT / "train.py")))
+    done = launch(tmp_path, config, zero3 if stage == 3 else SHIPPED[2], *settings, script=script)
+    with monkeypatch.context() as patch:
+        test_damage.poison(patch, {5, 6}, getattr(test_damage, how))
+        one = run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "one")
+    assert done.logged("train/skipped_steps") == one.logged("train/skipped_steps") == [0, 0, 1, 1, 1, 1]
+    assert difference(done.weights, one.weights) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_without_targets_changes_nothing(tmp_path, zero3, stage):
+    order, rows = shuffled(7, 8, 12), helpers.make_rows([20, 24, 9, 13, 24, 17, 22, 15], seed=4)
+    for number, row in enumerate(rows):
+        is_masked = number in order[:2] or number in order[4:6]  # All of steps 1 and 3.
+        row["labels"] = [-100] * len(row["input_ids"]) if is_masked else row["input_ids"]
+    config = tiny_config(tmp_path)
+    config["data"]["path"] = str(write_rows(tmp_path / "partly", rows))
+    config["batch"] = {"global_batch_size": 2, "max_micro_batch_size": 2}
+    config["run"] |= {"max_steps": 6, "save_every": 1, "keep_checkpoints": 9}
+    did = train_reference(config, lambda step: [rows[i] for i in order[2 * step - 2 : 2 * step]])
+    assert [step for step, targets in enumerate(did.targets, start=1) if not targets] == [1, 3]
+    launcher = zero3 if stage == 3 else SHIPPED[2]
+    done = launch(tmp_path, config, launcher)
+    assert done.logged("train/skipped_steps") == [1, 1, 2, 2, 2, 2]
+    assert difference(done.weights, did.weights) < 1e-5
+    for step in (1, 3):  # Where no update was made yet, and where the weights had one.
+        settings = *resume_from(done, step), "--run.output_dir", tmp_path / f"from-{step}"
+        assert difference(run(tmp_path, config, *settings).weights, did.weights) < 1e-5
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")  # Its first checkpoint has no state at all.
+    settings = *resume_from(one, 1), "--run.output_dir", tmp_path / "from-one"
+    assert difference(launch(tmp_path, config, launcher, *settings).weights, did.weights) < 1e-5
+
+
+def strategy(zero: dict, precision: str = "no", config: dict | None = None, **settings) -> train.DeepSpeed:
+    """A DeepSpeed without processes."""
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2} | zero, **settings})
+    accelerator = SimpleNamespace(
+        num_processes=2,
+        process_index=0,
+        mixed_precision=precision,
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+    )
+    sections = {"model": train.Model(pretrained="any"), "optim": train.Optim(), "batch": train.Batch()}
+    return train.DeepSpeed(SimpleNamespace(**sections | (config or {})), accelerator)
+
+
+def test_accepted_launches():
+    strategy({"offload_optimizer": {"device": "cpu"}}, gradient_clipping=1.0, train_batch_size="auto").check()
+    strategy({"stage": 3, "offload_param": {"device": "none"}}, gradient_accumulation_steps=1).check()
+
+
+MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsdp2.yaml"
+
+
+@pytest.mark.parametrize(
+    "launched, message",
+    [
+        ({"zero": {"stage": 1}}, "zero_stage 1 is not supported; use 2 or 3, or DDP"),
+        ({"precision": "fp8"}, MORE.format("mixed_precision fp8")),
+        ({"zero": {"offload_param": {"device": "cpu"}}}, MORE.format("offloading of the weights, or to NVMe")),
+        ({"zero": {"offload_optimizer": {"device": "nvme"}}}, MORE.format("offloading of the weights, or to NVMe")),
+        ({"config": {"optim": train.Optim(name="muon")}}, "needs whole matrices"),
+        (
+            {"config": {"model": train.Model(pretrained="any", pipeline_ranks=2)}},
+            MORE.format("sequence, tensor or pipeline parallelism"),
+        ),
+        (
+            {"config": {"batch": train.Batch(max_micro_batch_size="auto")}},
+            MORE.format("batch.max_micro_batch_size: auto"),
+        ),
+        ({"train_batch_size": 64}, "train_batch_size of DeepSpeed is 64; leave it out, because batch and optim"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps of DeepSpeed is 4; leave it out"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping of DeepSpeed is 0.5; leave it out"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer of DeepSpeed is {'type': 'AdamW'}; leave it out"),
+    ],
+)
+def test_refused_launches(launched, message):
+    with pytest.raises(train.UserError, match=re.escape(message)):
+        strategy(**{"zero": {}} | launched).check()
+
+
+def test_refused_sequence_parallelism(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(train.UserError, match="sequence, tensor or pipeline parallelism"):
+        strategy({}).check()
