@@ -205,6 +205,7 @@ def deepspeed(script: Script) -> None:
     script.replace("load_checkpoint", "strategy.state(model, optimizers)", "trained_state(model, optimizers)")
     script.drop_statements("load_checkpoint", "put_back")
     script.drop_parameter("load_checkpoint", "strategy")
+    script.never_used |= {"update: optimizer.found_inf"}  # By this script. torch uses it.
     script.drop_definition("DDP.state")
     script.drop_definition("DDP.put_back")
 

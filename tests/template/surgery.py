@@ -125,7 +125,7 @@ class Script:
         self.strict = strict
         self.skipped = []
         self.parse()
-        self.never_used = self.unused().keys()
+        self.never_used = set(self.unused())
 
     @property
     def source(self) -> str:
