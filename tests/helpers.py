@@ -174,6 +174,33 @@ def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeo
     return Done(process.returncode, output, output_dir(folder, config, overrides))
 
 
+# How each strategy is launched: launcher file, its options, processes, settings and environment.
+TENSOR = "--parallelism_config_tp_size", 2
+IN_A_PIPELINE = "--model.pipeline_ranks", 2
+SHARING_ROWS = {"PARALLELISM_CONFIG_SP_SIZE": "2"}
+STRATEGIES = {
+    "one device": ("single", (), 1, (), {}),
+    "fp8.yaml": ("fp8", (), 1, (), {}),
+    "DDP": ("multi_gpu", (), 2, (), {}),
+    "FSDP2": ("fsdp2", (), 2, (), {}),
+    "HSDP": ("hsdp", ("--num_machines", 1, "--parallelism_config_dp_shard_size", 2), 4, (), {}),
+    "tensor": ("tensor_parallel", TENSOR, 2, (), {}),
+    "tensor, FSDP2": ("fsdp2_tensor_parallel", (*TENSOR, "--parallelism_config_dp_shard_size", 2), 4, (), {}),
+    "sequence, DDP": ("multi_gpu", (), 4, (), SHARING_ROWS),
+    "sequence, FSDP2": ("sequence_parallel", ("--parallelism_config_sp_size", 2), 4, (), {}),
+    "pipeline, DDP": ("multi_gpu", (), 4, IN_A_PIPELINE, {}),
+    "pipeline, FSDP2": ("fsdp2", ("--fsdp_reshard_after_forward", "false"), 4, IN_A_PIPELINE, {}),
+}
+
+
+def by_strategy(folder: Path, config: dict, name: str, *overrides, options: tuple = ()) -> Done:
+    """Launch a file that ships, in its own precision unless an option says another, with CPU processes for its GPUs."""
+    launcher, more, processes, settings, environment = STRATEGIES[name]
+    how = {"launcher": launcher, "processes": processes, "options": (*more, *options), "env": environment}
+    script = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+    return launch(folder, config, *settings, *overrides, **how, script=script, warm=True, timeout=900)
+
+
 COUNT_FLOPS, COUNTED = train.flops_per_token, {}
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-import torch
 from helpers import (
     ROOT,
     Done,
@@ -26,7 +25,6 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
-from safetensors.torch import load_file
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -203,38 +201,6 @@ def test_two_machines_without_a_common_run_folder(config, tmp_path):
     """Each would keep its half of every checkpoint, which is noticed too late if it is not noticed now."""
     output = finish(*start_machines(tmp_path, config, "--run.output_dir", "here", processes=2), fails=True)
     assert "error: run.output_dir here" in output and "nearest_even" not in output
-
-
-WARMUP = "--run.max_steps", 5  # The learning rate of these steps does not depend on the length of the run.
-
-
-def test_one_device_in_bf16(runs, config, tmp_path):
-    losses = launch(tmp_path, config, "single", *WARMUP, processes=1, options=(), warm=True).losses
-    np.testing.assert_allclose(losses, runs(None).losses[:5], rtol=1e-2)
-    assert losses != pytest.approx(runs(None).losses[:5], rel=1e-6)  # It was not float32.
-
-
-def test_fsdp2_in_bf16_adds_up_gradients_in_float32(runs, config, tmp_path):
-    """With beta1 0 and no clipping AdamW's first moment is the gradient: its digits tell how it was added up."""
-    settings = *WARMUP, "--optim.adam_beta1", 0, "--optim.max_grad_norm", "null"
-    done = launch(tmp_path, config, "fsdp2", *settings, options=(), warm=True)
-    assert done.losses[0] == pytest.approx(runs(None).losses[0], rel=1e-2)
-    moments = {}
-    for file in (done.folder / "checkpoints" / "step-00000005").glob("*.safetensors"):
-        moments |= {name: tensor for name, tensor in load_file(file).items() if name.endswith("exp_avg")}
-    assert moments
-    for name, gradient in moments.items():
-        gradient = gradient[gradient != 0]
-        assert (gradient.bfloat16() != gradient).float().mean() > 0.1, f"{name} holds nothing but bf16 numbers"
-
-
-def test_float8(config, runs, tmp_path):
-    """With torchao's rounding, which a CPU emulates: near the run in float32, and not the same."""
-    pytest.importorskip("torchao")
-    done, one = launch(tmp_path, config, "fp8", processes=1, options=()), runs(None)
-    off = np.abs(np.array(done.losses) / one.losses - 1)
-    assert 1e-5 < off.max() < 0.02 and done.weights.keys() == one.weights.keys()
-    assert all(weight.dtype == torch.float32 for weight in done.weights.values())  # What is kept is not rounded.
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ import train
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
 
 
-def by_file(processes: int, size: int, precision: str = "no", script: Path = ROOT / "train.py", **more) -> dict:
+def by_file(processes: int, size: int, script: Path = ROOT / "train.py", **more) -> dict:
     """The launcher file that ships, with its GPUs replaced by CPU processes."""
     groups = processes // size
-    options = "--mixed_precision", precision, "--parallelism_config_tp_size", size
+    options = "--mixed_precision", "no", "--parallelism_config_tp_size", size
     name = "tensor_parallel"
     if groups > 1:
         name, options = "fsdp2_tensor_parallel", (*options, "--parallelism_config_dp_shard_size", groups)
@@ -247,15 +247,6 @@ def test_with_other_settings(truth, tmp_path, settings, how):
     done = launch(tmp_path, config, *settings, **how)
     assert done.metrics[0]["plan/micro_batch_size"] == (10 if how["processes"] == 2 else 5)
     did.check(done)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_in_bf16(truth, tmp_path, processes):
-    config, did, _ = truth("qwen3")
-    losses = launch(tmp_path, config, *WARMUP, **by_file(processes, 2, "bf16")).losses
-    np.testing.assert_allclose(losses, did.losses[:5], rtol=1e-2)
-    assert losses != pytest.approx(did.losses[:5], rel=1e-6)
 
 
 def strategy(processes: int, size: int, monkeypatch, rank: int = 0, precision: str = "no", model: tuple = (), **plugin):

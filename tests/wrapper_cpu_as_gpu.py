@@ -32,9 +32,18 @@ def without_cpu(init):
 accelerate.Accelerator.__init__ = without_cpu(accelerate.Accelerator.__init__)
 
 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":  # A CPU multiplies what is rounded to float8 in float32.
+    import torch
     from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
 
     Float8LinearConfig.__init__ = partialmethod(Float8LinearConfig.__init__, emulate=True)
+    in_float8 = Float8Linear.forward
+
+    def forward(self, states):
+        """torchao itself asks for the autocast of GPUs only."""
+        return in_float8(self, states.bfloat16() if torch.is_autocast_enabled("cpu") else states)
+
+    Float8Linear.forward = forward
 
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     os.environ["DS_ACCELERATOR"] = "cpu"

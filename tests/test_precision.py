@@ -1,0 +1,170 @@
+"""bf16 and float8 are for products and activations only, under every strategy. All that is kept or added up is float32.
+
+One launch of two steps tells. Its rows are two different ones, again and again: 4 in the first step and 128 in the
+second one, one per micro-step. So both steps have the same mean gradient, if it is added up in float32. In bf16, with
+its eight bits, the sums of 128 small numbers would be some per cent off. The learning rate is so small that a weight
+in bf16 would not change.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from helpers import (
+    STRATEGIES,
+    Done,
+    by_strategy,
+    check_continued,
+    difference,
+    make_rows,
+    resume_from,
+    run,
+    tiny_config,
+    write_rows,
+)
+from safetensors.torch import load_file
+
+RATE, EPSILON = 2e-9, 1e-30
+FLOAT8 = "--mixed_precision", "fp8", "--fp8_backend", "ao"
+IN_FLOAT8 = "fp8.yaml", "DDP", "FSDP2", "HSDP", "sequence, DDP", "sequence, FSDP2"
+IN_BF16 = [name for name in STRATEGIES if name != "fp8.yaml"]
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao, see accelerate_configs/fp8.yaml"
+)
+
+
+def slow_but(*fast: str, of: list) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in of]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """The config of 4 and of 128 rows. Without momentum and clipping, AdamW's first moment is the gradient."""
+    folder = tmp_path_factory.mktemp("two-steps")
+    config = tiny_config(folder)
+    one, other = make_rows([17, 24], seed=4)
+    sources = {"one": write_rows(folder / "one", [one] * 64), "other": write_rows(folder / "other", [other] * 64)}
+    config["run"] |= {"max_steps": 2, "save_every": 1}
+    config["batch"] = {"global_batch_size": 128, "max_micro_batch_size": 1, "warmup": [{"steps": 1, "rows": 4}]}
+    config["data"] |= {"sources": {name: {"path": str(path), "weight": 1} for name, path in sources.items()}}
+    config["data"] |= {"path": None, "eval_source": None}
+    config["optim"] = {"learning_rate": RATE, "schedule": "constant", "weight_decay": 0, "adam_beta1": 0}
+    config["optim"] |= {"adam_eps": EPSILON, "max_grad_norm": None}
+    # Weights whose bf16 copies are the same after the first step. Those that are not copied under autocast, the
+    # embedding and the norms, are so large that their changes are lost in float32, too. So is the largest one of each
+    # matrix, by which float8 scales.
+    model = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    for weight in model.parameters():
+        weight.data = weight.sign() * weight.abs().clamp(min=0.001).bfloat16().float()
+        weight.data[(0,) * weight.ndim] = torch.tensor(0.51).bfloat16()
+    model.get_input_embeddings().weight.data *= 64
+    model.save_pretrained(config["model"]["pretrained"])
+    return config
+
+
+def checkpoint(done: Done, step: int) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, of all ranks."""
+    reader = dcp.HuggingFaceStorageReader(str(done.folder / "checkpoints" / f"step-{step:08}"))
+    found = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in found.items()}
+    dcp.load(state, storage_reader=reader)
+    return state
+
+
+def check_two_steps(done: Done, config: dict) -> None:
+    few, many = checkpoint(done, 1), checkpoint(done, 2)
+    assert {tensor.dtype for tensor in [*many.values(), *done.weights.values()]} == {torch.float32}
+    changed = 0
+    for name, before in load_file(Path(config["model"]["pretrained"]) / "model.safetensors").items():
+        gradient, same = (state[f"optimizer.state.{name}.exp_avg"] for state in (few, many))
+        assert (same - gradient).norm() < 1e-5 * gradient.norm(), f"{name}: not added up in float32"
+        has_more_bits = gradient.bfloat16() != gradient
+        assert has_more_bits[gradient != 0].float().mean() > 0.05, f"{name}: the gradients are added up in bf16"
+        after = few[f"model.{name}"]
+        # The first step of AdamW without momentum, where the two bias corrections cancel out.
+        torch.testing.assert_close(after, before - RATE * gradient / (gradient.abs() + EPSILON), rtol=0, atol=0)
+        assert torch.equal(after.bfloat16(), before.bfloat16())  # In bf16 nothing has changed.
+        changed += int((after != before).sum())
+    assert changed > 10_000
+    assert done.losses[0] == pytest.approx(done.losses[1], rel=2e-6)
+    for loss, rows in zip(done.losses, (4, 128)):
+        total = loss * rows / 2 * (16 + 23)  # Targets of the two rows.
+        assert np.float32(total).view(np.int32) % 2**12, "the loss of each micro-step was rounded to bf16"
+
+
+@pytest.mark.parametrize("case", slow_but("one device", "DDP", "FSDP2", of=IN_BF16))
+def test_what_is_kept_and_added_up_is_float32(two_steps, tmp_path, case):
+    check_two_steps(by_strategy(tmp_path, two_steps, case), two_steps)
+
+
+@needs_torchao
+@pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_FLOAT8))
+def test_what_is_kept_and_added_up_beside_float8_is_float32(two_steps, tmp_path, case):
+    check_two_steps(by_strategy(tmp_path, two_steps, case, options=FLOAT8), two_steps)
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory):
+    """The config of 30 steps, and its run on one process in float32."""
+    folder = tmp_path_factory.mktemp("curve")
+    config = tiny_config(folder)
+    config["batch"]["max_micro_batch_size"] = 2
+    return config, run(folder, config)
+
+
+def check_near(done: Done, one: Done, bound: float) -> None:
+    """The losses are within a bound of those in float32, and not the same. So are the evaluations."""
+    off = np.abs(np.array(done.losses) / one.losses - 1).max()
+    assert 1e-6 < off < bound
+    assert done.logged("eval/loss") == pytest.approx(one.logged("eval/loss"), rel=bound)
+
+
+@pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_BF16))
+def test_losses_in_bf16_are_near_those_in_float32(curve, tmp_path, case):
+    config, one = curve
+    check_near(by_strategy(tmp_path, config, case), one, 3e-3)  # The largest of all is 1.0e-3.
+
+
+@needs_torchao
+@pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_FLOAT8))
+def test_losses_in_float8_are_near_those_in_float32(curve, tmp_path, case):
+    """A CPU emulates torchao's rounding."""
+    config, one = curve
+    check_near(by_strategy(tmp_path, config, case, options=FLOAT8), one, 1e-2)
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_checkpoints_move_between_float8_and_float32(curve, tmp_path):
+    config, one = curve
+    config = config | {"run": config["run"] | {"save_every": 10, "keep_checkpoints": 3}}
+
+    def folder(name: str) -> tuple:
+        return "--run.output_dir", tmp_path / name
+
+    whole = by_strategy(tmp_path, config, "FSDP2", *folder("whole"), options=FLOAT8)
+    check_continued(
+        by_strategy(tmp_path, config, "FSDP2", *folder("again"), *resume_from(whole, 20), options=FLOAT8), whole, 20
+    )
+    plain = run(tmp_path, config, *folder("plain"), *resume_from(whole, 10))
+    shapes = [{name: tensor.shape for name, tensor in checkpoint(done, 20).items()} for done in (whole, plain)]
+    assert shapes[0] == shapes[1]
+    np.testing.assert_allclose(plain.losses, one.losses[10:], rtol=1e-2)
+    back = by_strategy(tmp_path, config, "DDP", *folder("back"), *resume_from(plain, 20), options=FLOAT8)
+    assert back.launches == [20]
+    np.testing.assert_allclose(back.losses, one.losses[20:], rtol=1e-2)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back.folder / "model").state_dict()
+    assert difference({name: loaded[name] for name in back.weights}, back.weights) == 0
+
+
+@needs_torchao
+def test_another_library_of_float8_is_refused(curve, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    monkeypatch.setattr("accelerate.accelerator.TERecipeKwargs", object)  # As if it were installed.
+    output = run(tmp_path, curve[0], expect=2).output
+    assert ": mixed_precision fp8: only torchao's is supported; put --fp8_backend ao after" in output
