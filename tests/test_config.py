@@ -160,6 +160,7 @@ def test_one_string_stands_for_a_list_of_one(load):
         ("eval.max_rows", [1, None], [0]),
         ("eval.max_new_tokens", [1], [0]),
         ("perf.peak_tflops", [1e-3, None], [0]),
+        ("perf.device_memory_gib", [1e-3, None], [0]),
     ],
 )
 def test_ranges(load, refusal, path, edge, beyond):

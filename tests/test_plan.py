@@ -236,27 +236,38 @@ ABSENT = {
 }
 
 
+def set_fsdp2(monkeypatch):
+    """What `accelerate launch --config_file accelerate_configs/fsdp2.yaml` puts into the environment."""
+    values = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    for name, value in (values | {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def plans(tmp_path, capsys, monkeypatch):
     """Runs --plan where nothing can be loaded. Returns the table, a dict per line, and all that was printed."""
+
+    def absent(*args, **kwargs):
+        raise OSError("not in the cache")
 
     def refuse(*args, **kwargs):
         raise AssertionError("--plan must not touch data, weights or a device")
 
     for owner in transformers.AutoConfig, transformers.AutoTokenizer:
-        monkeypatch.setattr(owner, "from_pretrained", refuse)
+        monkeypatch.setattr(owner, "from_pretrained", absent)
     for owner, name in (datasets, "load_dataset"), (torch.nn.Module, "__init__"), (torch.cuda, "_lazy_init"):
         monkeypatch.setattr(owner, name, refuse)
     monkeypatch.setattr(train, "Accelerator", refuse)
     monkeypatch.chdir(tmp_path)
 
     def plans(*counts, status=0, **changes):
-        config = {section: values | changes.get(section, {}) for section, values in ABSENT.items()}
+        config = {section: ABSENT.get(section, {}) | changes.get(section, {}) for section in ABSENT | changes}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         assert train.main(["--config", "config.yaml", "--plan", *map(str, counts)]) == status
         assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]  # Not even an empty run folder.
         printed = capsys.readouterr()
         head, *lines = [line.split() for line in printed.out.splitlines()] or [[]]
+        lines = [line for line in lines if line[0][0].isdigit()]  # And not the warnings below the table.
         lines = [head, *([*line[: len(head) - 1], " ".join(line[len(head) - 1 :])] for line in lines)]
         table = [dict(zip(lines[0], line)) for line in lines[1:] if len(line) == len(lines[0])] if lines else []
         return table, printed.out + printed.err
@@ -309,12 +320,33 @@ def test_plan_of_even_splits_names_no_alternative(plans):
 def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch, kind):
     """accelerate passes parallelism on in the environment: 8 processes in groups of 2 are 4 ranks, 6 are 3."""
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
+    set_fsdp2(monkeypatch)
     table, _ = plans(8, 6)
     columns = "processes", "data_parallel", "grad_accum"
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]
     assert "4 or 8 processes" in table[1]["nearest_even"]  # 2 or 4 groups share 16 rows evenly.
     _, printed = plans(8, 3, status=2)
     assert "the number of processes, 3, must be a multiple of 2" in printed
+
+
+def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
+    """The strategies that the launch would choose check the settings."""
+    pipeline = {"pipeline_ranks": 2, "attention": "sdpa"}
+    table, printed = plans(4, status=2, model=pipeline, batch={"max_micro_batch_size": "auto"})
+    assert not table and "batch.max_micro_batch_size must be a number" in printed
+    assert plans(4, model=pipeline)[0]
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    _, printed = plans(4, status=2)
+    assert "parallelism_config_tp_size 2 must be the number of processes, 4" in printed
+
+
+@pytest.mark.parametrize("group, counts, idle", [(1, (16, 17, 64), {17: 1, 64: 48}), (2, (32, 40), {40: 8})])
+def test_plan_counts_processes_without_a_row(plans, monkeypatch, group, counts, idle):
+    """16 rows. In groups of 2 that share each row, 40 processes are 20 groups, 4 of which have none."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", str(group))
+    _, printed = plans(*counts)
+    found = re.findall(r"^Idle: ([\d,]+) of ([\d,]+) processes have no row .* at most (\d+) processes", printed, re.M)
+    assert [tuple(map(int, line)) for line in found] == [(idle[count], count, 16 * group) for count in idle]
 
 
 def test_plan_counts_tokens_where_the_config_does(plans):
@@ -337,3 +369,109 @@ def test_huge_plans_are_instant():
     """Arithmetic, not a search: a step of a million rows on ten thousand ranks, and all its slices on one rank."""
     plan = train.plan_batch(1_000_000, 1, 9_999, 8192)
     assert len(plan.split(np.arange(1_000_000), joined=False)) == plan.grad_accum_steps == math.ceil(1_000_000 / 9_999)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+# Per layer: 4 heads of 16, 2 of them for keys, an MLP of 192, two norms. Outside: embedding, output layer and a norm.
+WIDTH, LAYERS, TOKENS = 64, 6, 32
+LAYER = WIDTH * (64 + 32 + 32 + 64) + 3 * WIDTH * 192 + 2 * WIDTH
+PARAMETERS = 2 * 384 * WIDTH + LAYERS * LAYER + WIDTH
+LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": WIDTH, "intermediate_size": 192}
+LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def memory_of(processes, batch=None, **model):
+    batch = {"global_batch_size": 16, "max_micro_batch_size": 2} | (batch or {})
+    data = {"path": "absent", "format": "tokens", "packing": "none", "sequence_length": TOKENS}
+    settings = {"run": {"max_steps": 1}, "batch": batch, "data": data, "model": {"architecture": LLAMA} | model}
+    config = train.Config.model_validate(settings)
+    return train.memory_per_device(train.PlannedLaunch(config, processes), train.planned_model(config))
+
+
+def test_memory_of_weights_gradients_and_moments():
+    """4 bytes each, and two moments."""
+    for processes in 1, 2:
+        memory = memory_of(processes)
+        assert (memory["weights"], memory["gradients"], memory["optimizer"]) == (4 * PARAMETERS,) * 2 + (
+            8 * PARAMETERS,
+        )
+
+
+def test_memory_of_fsdp2(monkeypatch):
+    """A quarter each, and to compute: two layers and what is outside of the layers, and a layer's gradients twice."""
+    set_fsdp2(monkeypatch)
+    outside = PARAMETERS - LAYERS * LAYER
+    memory = memory_of(4)  # 4 rows for each rank in 2 micro-steps, so gradients wait, and are whole.
+    assert memory["weights"] == PARAMETERS + 4 * (outside + 2 * LAYER) + 8 * LAYER
+    assert (memory["gradients"], memory["optimizer"]) == (4 * PARAMETERS, 2 * PARAMETERS)
+    assert memory_of(4, {"sync_each_micro_step": True})["gradients"] == PARAMETERS
+    assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
+
+
+def test_memory_of_tensor_parallelism(monkeypatch):
+    """Half of each matrix, and whole norms."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    norms = (2 * LAYERS + 1) * WIDTH
+    assert memory_of(2)["weights"] == 4 * (norms + (PARAMETERS - norms) / 2)
+
+
+def test_memory_of_a_pipeline():
+    """Half of the layers, and the embedding or the output layer. The first rank holds the states of two micro-steps."""
+    memory = memory_of(2, pipeline_ranks=2)
+    assert memory["gradients"] == 4 * (LAYERS // 2 * LAYER + 384 * WIDTH + WIDTH)
+    assert memory["activations"] > 0.9 * memory_of(1)["activations"]
+
+
+def test_memory_of_activations():
+    """With checkpointing, a layer keeps its input, and one layer at a time has all the rest. So two more layers of the
+    same model keep two more inputs. The others keep 16 times a layer's own width at least: of the two norms, of
+    attention, and three times that of the MLP."""
+    states = 4 * 2 * TOKENS * WIDTH  # 2 rows in float32
+    deeper = LLAMA | {"num_hidden_layers": LAYERS + 2}
+    less, more = (memory_of(1, architecture=it, gradient_checkpointing=True)["activations"] for it in (LLAMA, deeper))
+    assert more - less == 2 * states
+    less, more = (memory_of(1, architecture=it)["activations"] for it in (LLAMA, deeper))
+    assert more - less > 2 * 16 * states
+
+
+def test_memory_of_sequence_parallelism(monkeypatch):
+    """Half of the tokens are half of all that is as long as the tokens."""
+    whole = memory_of(2)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    part = memory_of(2)
+    assert part["weights"] == whole["weights"]
+    assert part["activations"] == pytest.approx(whole["activations"] / 2, rel=0.15)  # Not those of the weights.
+
+
+@pytest.mark.slow
+def test_memory_of_8_billion_parameters(tmp_path, monkeypatch, capsys):
+    """Each takes 16 bytes with DDP, 4 of them for its weight. On 64 devices of 80 GiB, FSDP2 and more make it fit."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256}
+    sizes |= {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = ABSENT | {"model": {"architecture": sizes}, "perf": {"device_memory_gib": 80}}
+    config |= {"batch": {"global_batch_size": 512, "max_micro_batch_size": 2}}
+    config["data"] = ABSENT["data"] | {"tokenizer": "bytes"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert train.main(["--config", str(tmp_path / "config.yaml"), "--plan", "64"]) == 0
+    printed = capsys.readouterr().out
+    heads, line = (re.search(start, printed, re.M).group().split() for start in (r"^processes w.*", r"^ +64 .*\.\d+$"))
+    gib = 4 * 8.03e9 / 2**30
+    found = [float(line[heads.index(name)]) for name in ("weights", "gradients", "optimizer")]
+    assert found == pytest.approx([gib, gib, 2 * gib], rel=0.01)
+    assert re.search(r"do not fit into 80\. With accelerate_configs/fsdp2\.yaml: .* That fits\.", printed)
+
+
+def test_memory_takes_the_launcher_file_into_account(tmp_path):
+    """The strategy and the precision of the shipped file."""
+    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 8}, "perf": {"device_memory_gib": 80}}
+    config |= {"data": {"path": "absent", "format": "tokens"}, "model": {"architecture": LLAMA}}
+    output = launch(tmp_path, config, "--plan", 4, 8, launcher="fsdp2", warm=True).output
+    assert "GiB per device, FSDP2, mixed precision bf16" in output
+
+
+def test_memory_that_cannot_be_known(plans):
+    """Neither is there a network to ask, nor a config in a cache."""
+    _, printed = plans(1, perf={"device_memory_gib": 80.0})
+    assert "Memory: model.pretrained or model.architecture: cannot configure nobody/no-model" in printed
