@@ -112,7 +112,7 @@ def test_a_step_without_targets_changes_nothing(tmp_path):
 
 
 def test_a_checkpoint_from_before_the_first_update(tmp_path):
-    """The optimizer has no state yet. On several processes it has none in the checkpoint either."""
+    """The optimizer has no state yet. A checkpoint of several processes has none, and that of one has no update."""
     order, rows = shuffled(7, 8, 12), make_rows([20, 24, 9, 13, 24, 17, 22, 15], seed=4)
     for number in range(8):
         rows[number]["labels"] = (
@@ -128,6 +128,10 @@ def test_a_checkpoint_from_before_the_first_update(tmp_path):
     first = done.folder / "checkpoints" / "step-00000001"
     assert not any(name.startswith("optimizer.") for file in first.glob("*.safetensors") for name in load_file(file))
     again = run(tmp_path, config, "--run.resume", first, "--run.output_dir", tmp_path / "again")
-    for part in done, again:
+    alone = run(tmp_path, config, "--run.output_dir", tmp_path / "alone")
+    first = alone.folder / "checkpoints" / "step-00000001"
+    on_two = "--run.resume", first, "--run.output_dir", tmp_path / "on-two"
+    on_two = launch(tmp_path, config, *on_two, processes=2, warm=True)
+    for part in done, again, alone, on_two:
         assert difference(part.weights, did.weights) < 1e-5
         np.testing.assert_allclose(part.losses[-5:], did.losses[1:], rtol=1e-5)
