@@ -100,7 +100,7 @@ def auto(script: Script) -> None:
     script.drop_choice("batch.max_micro_batch_size", "auto")
     script.drop_clause("Batch.max_micro_batch_size", "auto")
     script.drop_definition("largest_micro_batch")
-    script.replace("print_plans", "limit == 'auto'", "False")
+    script.replace("PlannedLaunch.__init__", "limit == 'auto'", "False")
 
 
 def keep_best(script: Script) -> None:
@@ -170,7 +170,7 @@ def fsdp(script: Script) -> None:
 
 
 def sequence_parallel(script: Script) -> None:
-    script.replace("print_plans", "sequence_parallel_size()", "1")
+    script.replace("PlannedLaunch.__init__", "sequence_parallel_size()", "1")
     script.replace("choose_strategy", "sequence_parallel_size() > 1", "False")
     script.drop_field("Documents.ranks", None)
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
@@ -179,7 +179,7 @@ def sequence_parallel(script: Script) -> None:
 
 
 def tensor_parallel(script: Script) -> None:
-    script.replace("print_plans", "tensor_parallel_size()", "1")
+    script.replace("PlannedLaunch.__init__", "tensor_parallel_size()", "1")
     script.replace("choose_strategy", "tensor_parallel_size() > 1", "False")
     script.replace("DDP.forward_backward", "self.averages_over", "self.accelerator.num_processes")
     script.replace("train_step", "strategy.dropout_rank", "setup.accelerator.process_index")
@@ -210,6 +210,11 @@ def deepspeed(script: Script) -> None:
     script.drop_definition("DDP.put_back")
 
 
+def memory_plan(script: Script) -> None:
+    script.drop_setting("perf.device_memory_gib", None)
+    script.drop_definition("DDP.division")
+
+
 def chat(script: Script) -> None:
     script.drop_choice("data.format", "chat")
     script.drop_element("WeightedSource.format", "chat")
@@ -222,6 +227,7 @@ def chat(script: Script) -> None:
 
 FEATURES = {
     "LoRA": lora,
+    "memory plan": memory_plan,
     "samples": samples,
     "trackers": trackers,
     "packing": packing,
