@@ -175,7 +175,7 @@ def sequence_parallel(script: Script) -> None:
     script.drop_field("Documents.ranks", None)
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
-    script.drop_statements("evaluate_one", "shard")
+    script.drop_statements("eval_batches", "strategy.shard")
 
 
 def tensor_parallel(script: Script) -> None:
