@@ -363,8 +363,10 @@ def test_every_config_has_a_plan(config, capsys):
 
 
 def asks_for_a_gpu(node: ast.AST) -> bool:
-    """Whether there is a word about cuda, or about torch.accelerator, in a piece of code."""
+    """Whether there is a word about cuda, torch.accelerator or flash attention in a piece of code."""
     for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id == "varlen_attn":
+            return True
         if isinstance(part, ast.Constant) and part.value == "cuda":
             return True
         if isinstance(part, ast.Attribute) and ast.unparse(part) in ("torch.cuda", "torch.accelerator"):
