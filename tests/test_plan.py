@@ -381,11 +381,15 @@ LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": WIDTH, "interm
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def memory_of(processes, batch=None, **model):
+def memory_config(batch: dict | None = None, tokens: int = TOKENS, **model) -> train.Config:
     batch = {"global_batch_size": 16, "max_micro_batch_size": 2} | (batch or {})
-    data = {"path": "absent", "format": "tokens", "packing": "none", "sequence_length": TOKENS}
+    data = {"path": "absent", "format": "tokens", "packing": "none", "sequence_length": tokens}
     settings = {"run": {"max_steps": 1}, "batch": batch, "data": data, "model": {"architecture": LLAMA} | model}
-    config = train.Config.model_validate(settings)
+    return train.Config.model_validate(settings)
+
+
+def memory_of(processes: int, batch: dict | None = None, tokens: int = TOKENS, **model) -> dict[str, float]:
+    config = memory_config(batch, tokens, **model)
     return train.memory_per_device(train.PlannedLaunch(config, processes), train.planned_model(config))
 
 
@@ -475,3 +479,57 @@ def test_memory_that_cannot_be_known(plans):
     """Neither is there a network to ask, nor a config in a cache."""
     _, printed = plans(1, perf={"device_memory_gib": 80.0})
     assert "Memory: model.pretrained or model.architecture: cannot configure nobody/no-model" in printed
+
+
+# Large enough for GiB with a digit behind the point. Nothing is computed, so it takes no longer.
+LARGE = LLAMA | {"vocab_size": 100_000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+
+
+def advice(monkeypatch, limit: float, processes: int = 2, **batch) -> str:
+    """What a launch in bf16 is told to change so that it fits into so many GiB."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    config = memory_config(batch, 2048, architecture=LARGE)
+    config = config.model_copy(update={"perf": train.Perf(device_memory_gib=limit)})
+    return train.what_fits(train.PlannedLaunch(config, processes), train.planned_model(config))
+
+
+def test_advice_names_all_that_its_sums_count(monkeypatch):
+    """What it says of FSDP2 and chunked loss is what a launch with them is said to need."""
+    said = re.findall(r"With (.*?): ([\d.]+) GiB", advice(monkeypatch, 1e-6))
+    names = [name for name, _ in said]
+    assert names[:2] == ["accelerate_configs/fsdp2.yaml", "--model.chunked_loss true"]
+    set_fsdp2(monkeypatch)
+    changes = {"model": {}, "batch": {}}
+    for name, gib in said:
+        for setting, value in re.findall(r"--(\S+) (\S+)", name):
+            section, field = setting.split(".")
+            changes[section][field] = yaml.safe_load(value)
+        total = sum(memory_of(2, changes["batch"], 2048, **changes["model"], architecture=LARGE).values())
+        assert f"{total / 2**30:.1f}" == gib
+
+
+def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
+    config = memory_config(tokens=2048, architecture=LARGE)
+    changes = {"perf": train.Perf(device_memory_gib=1e-6), "optim": train.Optim(name="muon")}
+    said = train.what_fits(train.PlannedLaunch(config.model_copy(update=changes), 2), train.planned_model(config))
+    assert "fsdp2" not in said and "--model.chunked_loss true" in said
+    assert "the launch finds out how many fit" in advice(monkeypatch, 1e-6, max_micro_batch_size="auto")
+
+
+def test_memory_of_gradients_with_a_growing_batch(monkeypatch):
+    """Gradients wait in the second stage, though not in the first one, which has the same micro-batch."""
+    set_fsdp2(monkeypatch)
+    growing = {"warmup": [{"steps": 3, "rows": 8}]}
+    assert memory_of(4, growing)["gradients"] == memory_of(4)["gradients"] == 4 * PARAMETERS
+
+
+def test_plan_refuses_sizes_and_precisions_of_no_launch(monkeypatch, plans):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert "mixed_precision fp16 is not supported; use bf16, or no" in plans(8, status=2)[1]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    set_fsdp2(monkeypatch)
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+    for name, value in (sizes | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"}).items():
+        monkeypatch.setenv(name, value)
+    plans(16)
+    assert "launch: the file is for 16 processes, not for 64" in plans(64, status=2)[1]
