@@ -94,6 +94,7 @@ def compile(script: Script) -> None:
     script.drop_definition("compile_model")
     script.drop_setting("model.compile", "none")
     script.drop_call_in_with("torch.compiler.set_stance")
+    script.drop_element("DeepSpeed.check", "model.compile")
 
 
 def auto(script: Script) -> None:
