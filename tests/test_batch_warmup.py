@@ -154,7 +154,8 @@ def test_tokens_are_rows(tmp_path, capsys):
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     assert train.main(["--config", str(tmp_path / "config.yaml"), "--plan", "1", "4"]) == 0
-    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    output = capsys.readouterr().out.splitlines()
+    head, *lines = [line.split() for line in output if not line.startswith("Idle:")]
     names = "from_step", "processes", "global_batch", "micro_batch", "grad_accum", "tokens_per_step"
     found = [tuple(int(line[head.index(name)]) for name in names) for line in lines]
     assert found == [(1, 1, 2, 2, 1, 48), (7, 1, 10, 10, 1, 240), (1, 4, 2, 1, 1, 48), (7, 4, 10, 3, 1, 240)]
