@@ -493,6 +493,7 @@ def advice(monkeypatch, limit: float, processes: int = 2, **batch) -> str:
     return train.what_fits(train.PlannedLaunch(config, processes), train.planned_model(config))
 
 
+@pytest.mark.slow
 def test_advice_names_all_that_its_sums_count(monkeypatch):
     """What it says of FSDP2 and chunked loss is what a launch with them is said to need."""
     said = re.findall(r"With (.*?): ([\d.]+) GiB", advice(monkeypatch, 1e-6))

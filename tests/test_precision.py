@@ -123,7 +123,8 @@ def check_near(done: Done, one: Done, bound: float) -> None:
     assert done.logged("eval/loss") == pytest.approx(one.logged("eval/loss"), rel=bound)
 
 
-@pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_BF16))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_BF16)
 def test_losses_in_bf16_are_near_those_in_float32(curve, tmp_path, case):
     config, one = curve
     check_near(by_strategy(tmp_path, config, case), one, 3e-3)  # The largest of all is 1.0e-3.

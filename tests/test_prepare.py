@@ -192,6 +192,7 @@ def published(tmp_path):
     return {"models/me/model": tmp_path / "model", "datasets/me/texts": tmp_path / "texts"}, config
 
 
+@pytest.mark.slow
 def test_a_launch_without_network_after_prepare(published, tmp_path):
     """It finds data, tokens, tokenizer and weights, and does not ask the Hub again and again, although nobody has told
     it that there is no network."""

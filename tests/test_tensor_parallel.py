@@ -112,7 +112,6 @@ CASES = {
     "2 x 2, Qwen2": ("qwen2", by_file(4, 2), CHUNKED, IN_TWO),
     "2 x 2, Llama": ("llama", by_file(4, 2), (), IN_TWO),
 }
-FAST = ("2",)  # On a CPU, the arithmetic of DTensors takes long.
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +131,8 @@ def runs(truth, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow  # On a CPU, the arithmetic of DTensors takes long.
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_loop(truth, runs, case):
     """With clipping, uneven batches and evaluation. Every token is counted once, and the export loads as ever."""
     config, did, tokens = truth(CASES[case][0])
@@ -159,9 +157,10 @@ def test_equals_the_plain_loop(truth, runs, case):
 WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
 
 
-def test_begins_as_the_plain_loop(truth, runs):
-    """2 x 2 ranks, in a few steps."""
-    did, done = truth("tied qwen3")[1], runs("2 x 2", *WARMUP)
+@pytest.mark.parametrize("case", ["2", "2 x 2"])
+def test_begins_as_the_plain_loop(truth, runs, case):
+    """A few steps."""
+    did, done = truth("tied qwen3")[1], runs(case, *WARMUP)
     np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
     np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
 
