@@ -308,3 +308,34 @@ def test_refused_sequence_parallelism(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     with pytest.raises(train.UserError, match="sequence, tensor or pipeline parallelism"):
         strategy({}).check()
+
+
+def test_refused_numbers_of_updates(monkeypatch):
+    """A checkpoint in which one weight had an update more than the other. DeepSpeed has one count for both."""
+    deepspeed = strategy({})
+    parts = [(f"optimizer.state.{name}.step", None, "step") for name in ("one", "other")]
+    monkeypatch.setattr(deepspeed, "parts", lambda *_: parts)
+    monkeypatch.setattr(deepspeed, "write", lambda *_: None)
+    monkeypatch.setattr(deepspeed, "step_without_update", lambda *_: None)
+    three, four = torch.tensor(3.0), torch.tensor(4.0)
+    deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, three))), None, [])
+    with pytest.raises(train.UserError, match="run.resume: some weights had more updates than others"):
+        deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, four))), None, [])
+
+
+WITH_SGD = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, train
+train.build_optimizer = lambda model, config: [torch.optim.SGD(model.parameters())]
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_refused_optimizer(tmp_path):
+    script = tmp_path / "sgd.py"
+    script.write_text(WITH_SGD.format(root=str(ROOT)))
+    done = launch(tmp_path, tiny_config(tmp_path), SHIPPED[2], script=script, expect=None)
+    assert done.code and done.output.count("error: optim.name: DeepSpeed needs one optimizer that is fused") == 1
+    assert "Traceback" not in done.output
