@@ -1,11 +1,13 @@
 """What does model.chunked_loss save and cost? Peak memory and time of a training pass with a large vocabulary.
 
     python tests/benchmarks/chunked_loss.py [--rounds 3] [--vocab-size 50257] [--tokens 8192] [--bf16]
+    python tests/benchmarks/chunked_loss.py --layers 12 --width 768 --tokens 2048
 
-A Llama of two narrow layers, so that little but the output layer counts, forward and backward on the CPU. Beside it,
-torch's own linear_cross_entropy() in chunks, which knows no other loss than that. Each variant has a process of its
-own, as memory that was once used is not given back; they alternate. Memory is the growth of the process's peak by the
-first pass, the gradients of all weights included. Time is the median of the passes after it.
+A Llama, forward and backward on the CPU, by default of two narrow layers, so that little but the output layer counts.
+The second one is about as large as GPT-2. Beside it, torch's own linear_cross_entropy() in chunks, which knows no
+other loss than that. Each variant has a process of its own, as memory that was once used is not given back; they
+alternate. Memory is the growth of the process's peak by the first pass, the gradients of all weights included. Time is
+the median of the passes after it.
 """
 
 import argparse
@@ -45,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
         vocab_size=args.vocab_size,
         hidden_size=args.width,
         intermediate_size=2 * args.width,
-        num_hidden_layers=2,
+        num_hidden_layers=args.layers,
         num_attention_heads=4,
         use_cache=False,
     )
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=3, help="that are timed, after the first one")
     parser.add_argument("--vocab-size", type=int, default=50_257)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -90,7 +93,8 @@ def main() -> int:
             lines.append(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
         rounds.append(lines)
     of = np.array(rounds)  # [round, variant, (MiB, seconds)]
-    print(f"{args.tokens:,} tokens, vocabulary {args.vocab_size:,}, width {args.width}, {args.rounds} rounds:")
+    model = f"vocabulary {args.vocab_size:,}, {args.layers} layers of {args.width}"
+    print(f"{args.tokens:,} tokens, {model}, {args.rounds} rounds:")
     print("median [least, greatest], and the medians of the shares")
     shares = np.median(of / of[:, :1], axis=0)
     for at, name in enumerate(VARIANTS.values()):
