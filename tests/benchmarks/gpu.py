@@ -53,10 +53,10 @@ SMALL_STEPS = 20
 
 
 def missing_libraries() -> list[str]:
-    """What train.py and this file import and this Python does not have."""
-    tree = ast.parse((ROOT / "train.py").read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    """What train.py imports in any case, and this file, and this Python does not have."""
+    statements = ast.parse((ROOT / "train.py").read_text()).body
+    names = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
     roots = {name.split(".")[0] for name in names} | {"psutil"}
     return sorted(name for name in roots if importlib.util.find_spec(name) is None)
 

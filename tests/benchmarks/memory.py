@@ -58,8 +58,8 @@ def write_config(folder: Path, width: int) -> Path:
     architecture = {"model_type": "llama", "vocab_size": 4 * width, "hidden_size": width, "num_hidden_layers": 8}
     architecture |= {"intermediate_size": 3 * width, "num_attention_heads": 4, "num_key_value_heads": 2}
     architecture |= {"use_cache": False, "tie_word_embeddings": False}
-    config = {
-        "run": {"output_dir": "set below", "max_steps": 2, "log_every": 1, "save_every": 0, "trackers": []},
+    config = {  # In the second step, DDP has its old and its new buckets at a time.
+        "run": {"output_dir": "set below", "max_steps": 3, "log_every": 1, "save_every": 0, "trackers": []},
         "batch": {"global_batch_size": 8, "max_micro_batch_size": 2},
         "data": {"path": str(folder / "rows"), "format": "tokens"},
         "model": {"architecture": architecture},
