@@ -167,12 +167,14 @@ def evaluation(script: Script) -> None:
 
 
 def fsdp(script: Script) -> None:
+    expert_parallel(script)
     script.replace("choose_strategy", "accelerator.is_fsdp2", "False")
 
 
 def sequence_parallel(script: Script) -> None:
     script.replace("PlannedLaunch.__init__", "sequence_parallel_size()", "1")
-    script.replace("choose_strategy", "sequence_parallel_size() > 1", "False")
+    for function in "kind_of_ddp", "kind_of_fsdp2":
+        script.replace(function, "sequence_parallel_size() > 1", "False")
     script.drop_field("Documents.ranks", None)
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
@@ -181,7 +183,8 @@ def sequence_parallel(script: Script) -> None:
 
 def tensor_parallel(script: Script) -> None:
     script.replace("PlannedLaunch.__init__", "tensor_parallel_size()", "1")
-    script.replace("choose_strategy", "tensor_parallel_size() > 1", "False")
+    for function in "kind_of_ddp", "kind_of_fsdp2":
+        script.replace(function, "tensor_parallel_size() > 1", "False")
     script.replace("DDP.forward_backward", "self.averages_over", "self.accelerator.num_processes")
     script.replace("train_step", "strategy.dropout_rank", "setup.accelerator.process_index")
     script.drop_statements("DDP.__init__", "averages_over")
@@ -190,8 +193,16 @@ def tensor_parallel(script: Script) -> None:
     script.drop_statements("silence_libraries", "_redistribute")
 
 
+def expert_parallel(script: Script) -> None:
+    for function in "choose_strategy", "kind_of_fsdp2":
+        script.replace(function, "config.model.expert_ranks > 1", "False")
+    script.drop_statements("check_is_known", "has_all")
+    script.drop_setting("model.expert_ranks", 1)
+
+
 def pipeline_parallel(script: Script) -> None:
-    script.replace("choose_strategy", "config.model.pipeline_ranks > 1", "False")
+    for function in "kind_of_ddp", "kind_of_fsdp2":
+        script.replace(function, "config.model.pipeline_ranks > 1", "False")
     script.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
     script.drop_statements("plan_table", "bubble")
     script.drop_parameter("plan_batch", "least_micro_steps", 1)
@@ -244,6 +255,7 @@ FEATURES = {
     "FSDP": fsdp,
     "sequence parallelism": sequence_parallel,
     "tensor parallelism": tensor_parallel,
+    "expert parallelism": expert_parallel,
     "pipeline parallelism": pipeline_parallel,
     "DeepSpeed": deepspeed,
     "chat": chat,

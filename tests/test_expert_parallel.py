@@ -1,0 +1,307 @@
+"""Expert parallelism is the run of a plain loop, too: ranks that have some experts each, and send each other tokens."""
+
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import ROOT, VOCABULARY, Done, check_continued, launch, packed_config, resume_from, run, tiny_config
+from reference import shuffled, train_reference
+from safetensors.torch import load_file
+
+import train
+
+SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+FSDP2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": SCRIPT, "warm": True}
+# 4 experts, of which each token has 2. Qwen3-MoE divides by the sum of their weights only if asked, and is tied here.
+MODELS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "tie_word_embeddings": True},
+}
+
+
+def mixture(folder: Path, name: str, **change) -> Path:
+    """A tiny model of this family, whose norms are not all the same numbers."""
+    torch.manual_seed(1)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"use_cache": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    found = transformers.AutoConfig.for_model(name, **shape | heads | tokens | MODELS.get(name, {}) | change)
+    model = transformers.AutoModelForCausalLM.from_config(found)
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """truth(model): the config of all cases with this model, and the plain loop's result for it."""
+
+    @cache
+    def result(name: str):
+        folder = tmp_path_factory.mktemp("experts")
+        config = tiny_config(folder)
+        config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+        config["model"]["pretrained"] = str(mixture(folder / "model", name))
+        rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
+        order = shuffled(config["run"]["seed"], len(rows), 300)
+        did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
+        assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms)
+        did.model.save_pretrained(folder / "end")  # In the files of a Mixtral, each expert has matrices of its own.
+        did.weights = load_file(folder / "end" / "model.safetensors")
+        return config, did
+
+    return result
+
+
+# Model, processes, how many of them divide the experts, rows of a pass, and settings. 10 rows on 4 ranks are 3 for
+# some and 2 for others: one row at a time, the others have a pass without a row.
+DEFERRED = "--batch.sync_each_micro_step", "false"
+IMMEDIATE = "--batch.sync_each_micro_step", "true"
+CHUNKED = "--model.chunked_loss", "true"
+CHECKPOINTING = "--model.gradient_checkpointing", "true"
+CASES = {
+    "2": ("mixtral", 2, 2, 3, DEFERRED),
+    "2, Qwen3": ("qwen3_moe", 2, 2, 2, (*IMMEDIATE, *CHUNKED)),
+    "4": ("qwen3_moe", 4, 4, 1, (*DEFERRED, *CHECKPOINTING)),
+    "2 x 2": ("mixtral", 4, 2, 1, (*DEFERRED, *CHUNKED)),
+    "2 x 2, Qwen3": ("qwen3_moe", 4, 2, 2, (*IMMEDIATE, *CHECKPOINTING)),
+}
+FAST = ("2",)
+
+
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case. Each is made once."""
+
+    @cache
+    def result(case: str, *more, warm: bool = True) -> Done:
+        name, processes, ranks, limit, settings = CASES[case]
+        sizes = "--model.expert_ranks", ranks, "--batch.max_micro_batch_size", limit
+        folder = tmp_path_factory.mktemp("run")
+        done = launch(folder, truth(name)[0], *sizes, *settings, *more, **FSDP2 | {"warm": warm}, processes=processes)
+        assert done.metrics[0]["plan/data_parallel_size"] == processes
+        return done
+
+    return result
+
+
+def check(truth, done: Done, case: str) -> None:
+    """With clipping, uneven batches and evaluation. Every token is counted once, and the export loads as ever."""
+    _, did = truth(CASES[case][0])
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    assert "Warning" not in done.output and "W1" not in done.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids).logits, did.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_equals_the_plain_loop(truth, runs, case):
+    check(truth, runs(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["2, Qwen3", "2 x 2"])
+def test_by_the_real_command(truth, runs, case):
+    check(truth, runs(case, warm=False), case)
+
+
+@pytest.mark.slow
+def test_checkpoint_moves(truth, runs, tmp_path):
+    """From DDP to two ranks that divide the experts, to 2 x 2, to FSDP2, to one process, and from there to 2 x 2."""
+    config, did = truth("mixtral")
+
+    def go_on(done: Done, step: int, *settings, **how) -> Done:
+        folder = tmp_path / f"{done.folder.parent.name}-{step}-{len(how)}"
+        settings = *resume_from(done, step), "--run.output_dir", folder, *settings
+        moved = launch(tmp_path, config, *settings, "--run.save_every", 5, "--run.keep_checkpoints", 9, **how)
+        check_continued(moved, did, step)
+        return moved
+
+    divided = "--model.expert_ranks", 2
+    first = launch(tmp_path, config, processes=2, warm=True)
+    check_continued(first, did, 0)
+    shared = go_on(first, 10, *divided, processes=2, **FSDP2)
+    both = go_on(shared, 15, *divided, processes=4, **FSDP2)
+    sharded = go_on(both, 20, processes=2, **FSDP2)
+    go_on(sharded, 25, processes=None, warm=True)
+    go_on(first, 20, *divided, processes=4, **FSDP2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_packed_documents_are_as_if_alone(tmp_path, processes):
+    config, pieces = packed_config(tmp_path)
+    config["model"] = {"pretrained": str(mixture(tmp_path / "model", "mixtral")), "expert_ranks": 2}
+    done = launch(tmp_path, config, processes=processes, **FSDP2)
+    did = train_reference(config, lambda step: pieces)
+    did.model.save_pretrained(tmp_path / "end")
+    did.weights = load_file(tmp_path / "end" / "model.safetensors")
+    did.check(done)
+
+
+OLMOE = {
+    "model_type": "olmoe",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+PROMPTS = "--eval.prompts", "some", "--eval.max_new_tokens", 4, "--run.eval_every", 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processes, ranks, more, options",
+    [
+        (3, 3, (), ()),
+        (4, 2, PROMPTS, ("--fsdp_reshard_after_forward", "false")),
+        (2, 2, ("--model.attention", "eager", "--data.packing", "none"), ()),
+    ],
+    ids=["3 ranks", "prompts, 2 x 2", "eager attention"],
+)
+def test_is_the_run_of_one_process(tmp_path, processes, ranks, more, options):
+    """From scratch, with 6 experts of which each token has one."""
+    config = tiny_config(tmp_path)
+    config["model"] = {"architecture": OLMOE}
+    config["batch"]["max_micro_batch_size"] = 3
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    how = FSDP2 | {"options": (*FSDP2["options"], *options)}
+    done = launch(tmp_path, config, *more, "--model.expert_ranks", ranks, processes=processes, **how)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    assert done.weights.keys() == one.weights.keys()
+    assert max(float((done.weights[name] - one.weights[name]).abs().max()) for name in one.weights) < 1e-5
+
+
+@pytest.mark.slow
+def test_bf16_is_that_of_fsdp2(truth, tmp_path):
+    """In bf16 the losses are as near to float32 as those of FSDP2 alone. Weights and their gradients stay float32."""
+    config, did = truth("mixtral")
+    off = {}
+    for ranks in 1, 2:
+        how = FSDP2 | {"options": (), "processes": 2}
+        folder = "--run.output_dir", tmp_path / f"{ranks}"
+        done = launch(tmp_path, config, "--run.max_steps", 10, "--model.expert_ranks", ranks, *folder, **how)
+        assert {value.dtype for value in done.weights.values()} == {torch.float32}
+        off[ranks] = np.abs(np.subtract(done.losses[:5], did.losses[:5])).max()
+    assert 1e-6 < off[2] < 2 * off[1] + 1e-4
+
+
+def strategy(processes: int, ranks: int, precision: str = "no", model: dict | None = None, **more):
+    """An ExpertParallel without processes."""
+    plugin = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None}
+    plugin |= more.get("plugin", {})
+    accelerator = SimpleNamespace(
+        num_processes=processes,
+        process_index=0,
+        mixed_precision=precision,
+        parallelism_config=more.get("groups"),
+        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
+    )
+    config = train.Config.model_construct(
+        model=train.Model(pretrained="any", expert_ranks=ranks, **model or {}),
+        batch=train.Batch(global_batch_size=8, **more.get("batch", {})),
+        optim=train.Optim(**more.get("optim", {})),
+    )
+    return train.ExpertParallel(config, accelerator)
+
+
+@pytest.mark.parametrize(
+    "launched, message",
+    [
+        ({"processes": 3}, "model.expert_ranks 2: does not divide the 3 processes"),
+        ({"model": {"pipeline_ranks": 2}}, "combined with sequence, tensor or pipeline parallelism"),
+        ({"model": {"lora": {"r": 4}}}, "combined with model.lora"),
+        ({"model": {"compile": "regional"}}, "combined with model.compile"),
+        ({"precision": "fp8"}, "combined with mixed_precision fp8"),
+        ({"batch": {"max_micro_batch_size": "auto"}}, "combined with batch.max_micro_batch_size auto"),
+        ({"optim": {"name": "muon"}}, "optim.name muon: needs whole matrices"),
+        ({"groups": SimpleNamespace(dp_replicate_size=2)}, "cannot be combined with HSDP"),
+        ({"plugin": {"activation_checkpointing": True}}, "fsdp_activation_checkpointing"),
+    ],
+)
+def test_refused_settings(launched, message):
+    with pytest.raises(train.UserError, match=message):
+        strategy(**{"processes": 4, "ranks": 2} | launched).check()
+
+
+@pytest.mark.parametrize("kind", ["SP", "TP"])
+def test_refused_beside_other_groups(monkeypatch, kind):
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
+    with pytest.raises(train.UserError, match="sequence, tensor or pipeline parallelism"):
+        strategy(4, 2).check()
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("llama", {}, "transformers has no plan how ranks divide experts of a llama; use 1"),
+        ("mixtral", {"num_local_experts": 6}, "does not divide the 6 experts of this mixtral"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "transformers has no plan how ranks divide experts of a qwen3_moe"),
+    ],
+    ids=["dense", "six experts", "no layer with experts"],
+)
+def test_refused_models(tmp_path, name, change, message):
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, name, **change))
+    with pytest.raises(train.UserError, match=f"model.expert_ranks 4: {message}"):
+        strategy(4, 4).prepare(model, [])
+
+
+def test_refused_without_fsdp2(tmp_path):
+    done = run(tmp_path, tiny_config(tmp_path), "--model.expert_ranks", 2, expect=2)
+    [message] = re.findall("^error: .*", done.output, re.M)
+    assert message == "error: model.expert_ranks: needs FSDP2; take accelerate_configs/fsdp2.yaml, or use 1"
+
+
+# As if an expert's weights counted twice on the rank that has them.
+DOUBLED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+divide = train.apply_expert_parallelism
+def doubled(model, *meshes, **more):
+    divide(model, *meshes, **more)
+    for name, parameter in model.named_parameters():
+        if name.endswith("down_proj"):
+            parameter.data *= 2
+train.apply_expert_parallelism = doubled
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_refused_by_its_behaviour(tmp_path):
+    config = tiny_config(tmp_path)
+    config["model"] = {"pretrained": str(mixture(tmp_path / "model", "mixtral")), "expert_ranks": 2}
+    script = tmp_path / "fork.py"
+    script.write_text(DOUBLED)
+    how = FSDP2 | {"script": (SCRIPT[0], script)}
+    output = launch(tmp_path, config, processes=2, expect=None, **how).output
+    [found] = re.findall("^error: .*", output, re.M)
+    assert re.fullmatch(
+        "error: model.expert_ranks 2: with divided experts, a mixtral computes another .*; use 1", found
+    )
