@@ -199,14 +199,15 @@ def test_is_the_run_of_one_process(tmp_path, processes, ranks, more, options):
 
 @pytest.mark.slow
 def test_bf16_is_that_of_fsdp2(truth, tmp_path):
-    """In bf16 the losses are as near to float32 as those of FSDP2 alone. Weights and their gradients stay float32."""
+    """In bf16 the losses are as near to float32 as those of FSDP2 alone. Weights and moments stay float32."""
     config, did = truth("mixtral")
     off = {}
     for ranks in 1, 2:
         how = FSDP2 | {"options": (), "processes": 2}
         folder = "--run.output_dir", tmp_path / f"{ranks}"
         done = launch(tmp_path, config, "--run.max_steps", 10, "--model.expert_ranks", ranks, *folder, **how)
-        assert {value.dtype for value in done.weights.values()} == {torch.float32}
+        for path in done.folder.glob("checkpoints/*/*.safetensors"):
+            assert {value.dtype for value in load_file(path).values()} == {torch.float32}
         off[ranks] = np.abs(np.subtract(done.losses[:5], did.losses[:5])).max()
     assert 1e-6 < off[2] < 2 * off[1] + 1e-4
 
@@ -275,6 +276,19 @@ def test_refused_without_fsdp2(tmp_path):
     done = run(tmp_path, tiny_config(tmp_path), "--model.expert_ranks", 2, expect=2)
     [message] = re.findall("^error: .*", done.output, re.M)
     assert message == "error: model.expert_ranks: needs FSDP2; take accelerate_configs/fsdp2.yaml, or use 1"
+
+
+def test_plan(tmp_path, monkeypatch):
+    """Each process has rows of its own. The memory is not known."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    settings = "--plan", 4, 3, "--perf.device_memory_gib", 1, "--model.expert_ranks"
+    planned = run(tmp_path, tiny_config(tmp_path), *settings, 1).output
+    assert re.search(r"^ *4 +4 +10 ", planned, re.M) and "GiB per device, FSDP2" in planned
+    output = run(tmp_path, tiny_config(tmp_path / "other"), *settings[:2], *settings[3:], 2).output
+    assert re.search(r"^ *4 +4 +10 ", output, re.M) and "Memory: it is not known for model.expert_ranks" in output
+    refused = run(tmp_path, tiny_config(tmp_path / "refused"), *settings, 2, expect=2).output
+    assert "model.expert_ranks 2: does not divide the 3 processes" in refused
 
 
 # As if an expert's weights counted twice on the rank that has them.
