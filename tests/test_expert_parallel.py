@@ -293,6 +293,14 @@ def test_refused_models(tmp_path, name, change, message):
         strategy(4, 4).prepare(model, [])
 
 
+def test_refused_if_a_weight_would_stay_whole(tmp_path):
+    """The ranks would train it on different tokens, and nobody would average its gradients."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "mixtral"))
+    model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(32))
+    with pytest.raises(train.UserError, match="the plan of a mixtral leaves model.layers.1.mlp.experts.scale whole"):
+        strategy(2, 2).prepare(model, [])
+
+
 def test_refused_without_fsdp2(tmp_path):
     done = run(tmp_path, tiny_config(tmp_path), "--model.expert_ranks", 2, expect=2)
     [message] = re.findall("^error: .*", done.output, re.M)
@@ -327,6 +335,16 @@ def doubled(model, *meshes, **more):
 expert_parallel.apply_expert_parallelism = doubled
 sys.exit(train.main())
 """
+
+
+@pytest.mark.slow
+def test_refused_if_groups_cannot_share(tmp_path):
+    """3 groups, and matrices of 32 rows."""
+    config = tiny_config(tmp_path)
+    config["model"] = {"pretrained": str(mixture(tmp_path / "model", "mixtral")), "expert_ranks": 2}
+    output = launch(tmp_path, config, processes=6, expect=None, **FSDP2).output
+    [found] = re.findall("^error: .*", output, re.M)
+    assert found.startswith("error: model.expert_ranks 2: 3 groups of ranks cannot share the experts: ")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ def lora(script: Script) -> None:
     script.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
     script.drop_parameter("flops_per_token", "lora", None)
     script.drop_statements("silence_libraries", ".is_gradient_check")
+    script.drop_element("ExpertParallel.check", "model.lora")
 
 
 def samples(script: Script) -> None:
@@ -94,7 +95,8 @@ def compile(script: Script) -> None:
     script.drop_definition("compile_model")
     script.drop_setting("model.compile", "none")
     script.drop_call_in_with("torch.compiler.set_stance")
-    script.drop_element("DeepSpeed.check", "model.compile")
+    for strategy in "DeepSpeed", "ExpertParallel":
+        script.drop_element(f"{strategy}.check", "model.compile")
 
 
 def auto(script: Script) -> None:
