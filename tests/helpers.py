@@ -188,6 +188,8 @@ STRATEGIES = {
     "tensor, FSDP2": ("fsdp2_tensor_parallel", (*TENSOR, "--parallelism_config_dp_shard_size", 2), 4, (), {}),
     "sequence, DDP": ("multi_gpu", (), 4, (), SHARING_ROWS),
     "sequence, FSDP2": ("sequence_parallel", ("--parallelism_config_sp_size", 2), 4, (), {}),
+    "context, DDP": ("multi_gpu", (), 2, (), {"PARALLELISM_CONFIG_CP_SIZE": "2"}),
+    "context, FSDP2": ("context_parallel", ("--parallelism_config_cp_size", 2), 4, (), {}),
     "pipeline, DDP": ("multi_gpu", (), 4, IN_A_PIPELINE, {}),
     "pipeline, FSDP2": ("fsdp2", ("--fsdp_reshard_after_forward", "false"), 4, IN_A_PIPELINE, {}),
 }

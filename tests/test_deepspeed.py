@@ -287,7 +287,7 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
         ({"config": {"optim": train.Optim(name="muon")}}, "needs whole matrices"),
         (
             {"config": {"model": train.Model(pretrained="any", pipeline_ranks=2)}},
-            MORE.format("sequence, tensor or pipeline parallelism"),
+            MORE.format("sequence, context, tensor or pipeline parallelism"),
         ),
         (
             {"config": {"batch": train.Batch(max_micro_batch_size="auto")}},
@@ -304,9 +304,10 @@ def test_refused_launches(launched, message):
         strategy(**{"zero": {}} | launched).check()
 
 
-def test_refused_sequence_parallelism(monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    with pytest.raises(train.UserError, match="sequence, tensor or pipeline parallelism"):
+@pytest.mark.parametrize("way", ["SP", "CP"])
+def test_refused_with_shared_rows(monkeypatch, way):
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+    with pytest.raises(train.UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy({}).check()
 
 

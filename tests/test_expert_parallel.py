@@ -256,7 +256,7 @@ def strategy(processes: int, ranks: int, precision: str = "no", model: dict | No
     "launched, message",
     [
         ({"processes": 3}, "model.expert_ranks 2: does not divide the 3 processes"),
-        ({"model": {"pipeline_ranks": 2}}, "combined with sequence, tensor or pipeline parallelism"),
+        ({"model": {"pipeline_ranks": 2}}, "combined with sequence, context, tensor or pipeline parallelism"),
         ({"model": {"lora": {"r": 4}}}, "combined with model.lora"),
         ({"model": {"compile": "regional"}}, "combined with model.compile"),
         ({"precision": "fp8"}, "combined with mixed_precision fp8"),
@@ -271,10 +271,10 @@ def test_refused_settings(launched, message):
         strategy(**{"processes": 4, "ranks": 2} | launched).check()
 
 
-@pytest.mark.parametrize("kind", ["SP", "TP"])
+@pytest.mark.parametrize("kind", ["SP", "CP", "TP"])
 def test_refused_beside_other_groups(monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
-    with pytest.raises(train.UserError, match="sequence, tensor or pipeline parallelism"):
+    with pytest.raises(train.UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy(4, 2).check()
 
 

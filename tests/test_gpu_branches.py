@@ -47,19 +47,22 @@ def varlen_attn(
     """What torch says of torch.nn.attention.varlen.varlen_attn, by the formula of attention.
 
     query [tokens, heads, head size], key and value with fewer heads only if enable_gqa, all of 16 bits; ends as int32;
-    window_size: how many tokens before and after each one it sees, -1 for all of them.
+    window_size: how many tokens before and after each one it sees, -1 for all of them. With more keys than queries, the
+    last query is beside the last key: so FlashAttention says since 2.1, whose kernel it is ("bottom right").
     """
     assert {states.dtype for states in (query, key, value)} == {torch.bfloat16}
-    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and max_q == max_k == cu_seq_q.diff().max()
+    for ends, longest, states in (cu_seq_q, max_q, query), (cu_seq_k, max_k, key), (cu_seq_k, max_k, value):
+        assert ends.dtype == torch.int32 and longest == ends.diff().max() and ends[-1] == len(states)
     assert enable_gqa or query.shape[1] == key.shape[1]
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     before, after = window_size
+    spans = (cu_seq_q, query), (cu_seq_k, key), (cu_seq_k, value)
     outputs = []
-    for begin, end in zip(cu_seq_q[:-1], cu_seq_q[1:]):
-        q, k, v = (states[begin:end].transpose(0, 1) for states in (query, key, value))
-        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+    for q, k, v in zip(*(states.split(ends.diff().tolist()) for ends, states in spans)):
+        q, k, v = (states.transpose(0, 1) for states in (q, k, v))
+        distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
         hidden = distance < -after
         if before >= 0:
             hidden |= distance > before
@@ -90,6 +93,23 @@ def test_flash_attention_of_documents(monkeypatch, window, key_heads, scaling):
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
     under_autocast = train.flash_attention(query, key, value.bfloat16(), documents, **options)
     assert torch.equal(under_autocast, found)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("begin, end", [(0, 9), (3, 8), (12, 18)])
+def test_flash_attention_of_a_piece_of_a_row(monkeypatch, begin, end, window):
+    """With context parallelism. To rounding it is what the whole row has there."""
+    monkeypatch.setattr(train, "varlen_attn", varlen_attn)
+    torch.manual_seed(0)
+    documents = train.Documents((5, 1, 12), 12, torch.tensor([0, 5, 6, 18], dtype=torch.int32))
+    query, (key, value) = torch.randn(1, 4, 18, 8).bfloat16(), torch.randn(2, 1, 2, 18, 8).bfloat16()
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    options = {"sliding_window": window}
+    row = train.attention_by_document(module, query, key, value, documents, **options)
+    piece = train.piece_of(documents, begin, end)
+    queries, seen = query[:, :, begin:end], [states[:, :, piece.sees_from : end] for states in (key, value)]
+    found = train.flash_attention(queries, *seen, piece, **options)
+    assert torch.allclose(found, row[:, begin:end], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -167,16 +167,18 @@ def test_checkpoint_moves_to_hsdp(runs):
 
 @pytest.mark.slow
 def test_one_checkpoint_goes_through_all_strategies(runs, config, tmp_path):
-    """DDP 2 -> FSDP2 4 -> tensor parallelism 2 -> sequence parallelism 2 -> pipeline 2 -> one process."""
+    """DDP 2 -> FSDP2 4 -> tensor parallelism 2 -> sequence parallelism 2 -> context parallelism 2 -> pipeline 2 -> one
+    process."""
     whole = runs(None)
     ways = [
         ("DDP", "cpu", 2, {}, ()),
         ("FSDP2", "fsdp2", 4, {}, ()),
         ("tensor", "cpu", 2, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, ()),
         ("sequence", "cpu", 2, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, ()),
+        ("context", "cpu", 2, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, ()),
         ("pipeline", "cpu", 2, {}, ("--model.pipeline_ranks", 2)),
     ]
-    settings = "--run.save_every", 5, "--run.keep_checkpoints", 6
+    settings = "--run.save_every", 4, "--run.keep_checkpoints", 8
     found = ()
     for number, (name, launcher, processes, environment, more) in enumerate(ways):
         how = {"options": FLOAT32, "script": SCRIPT} if launcher == "fsdp2" else {}
@@ -184,9 +186,9 @@ def test_one_checkpoint_goes_through_all_strategies(runs, config, tmp_path):
         folder = "--run.output_dir", tmp_path / name
         done = helpers.launch(tmp_path, config, *settings, *folder, *found, *more, **how)
         assert done.metrics[0]["plan/num_processes"] == processes
-        check_continued(done, whole, 5 * number)
-        found = resume_from(done, 5 * number + 5)
-    check_continued(run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one"), whole, 25)
+        check_continued(done, whole, 4 * number)
+        found = resume_from(done, 4 * number + 4)
+    check_continued(run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one"), whole, 24)
 
 
 @pytest.mark.slow

@@ -209,6 +209,8 @@ WAYS = {  # Settings, processes, and how they are launched.
     "pipeline": (("--model.pipeline_ranks", 2, *CHUNKED), 2, {}),
     "2 share matrices": ((), 2, {"env": {"PARALLELISM_CONFIG_TP_SIZE": "2"}}),
     "2 x 2 share": ((), 4, {"env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}}),
+    "2 share keys": (CHUNKED, 2, {"env": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}),
+    "2 x 2 share keys": ((), 4, {"env": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}),
 }
 FAST = ("padded", "2 share")
 

@@ -247,9 +247,10 @@ def test_refused_settings(launched, message):
         strategy(processes=2, **launched).check()
 
 
-def test_refused_beside_sequence_parallelism(monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    with pytest.raises(train.UserError, match="cannot be combined with sequence or tensor parallelism"):
+@pytest.mark.parametrize("way", ["SP", "CP", "TP"])
+def test_refused_beside_other_parallelism(monkeypatch, way):
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+    with pytest.raises(train.UserError, match="cannot be combined with sequence, context or tensor parallelism"):
         strategy(processes=4).check()
 
 

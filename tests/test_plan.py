@@ -448,6 +448,21 @@ def test_memory_of_sequence_parallelism(monkeypatch):
     assert part["activations"] == pytest.approx(whole["activations"] / 2, rel=0.15)  # Not those of the weights.
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_memory_of_context_parallelism(monkeypatch, recomputes):
+    """As sequence parallelism, and keys and values of the other half of the tokens: 2 heads of 16 each, in each layer
+    or, with checkpointing, in the one that is computed again."""
+    found = {}
+    for way in "SP", "CP":
+        with monkeypatch.context() as patch:
+            patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+            found[way] = memory_of(2, gradient_checkpointing=recomputes)
+    rows, keys_and_values = 2, 2
+    others = 4 * rows * TOKENS / 2 * keys_and_values * 2 * 16 * (1 if recomputes else LAYERS)
+    assert found["CP"].pop("activations") - found["SP"].pop("activations") == others
+    assert found["CP"] == found["SP"]
+
+
 @pytest.mark.slow
 def test_memory_of_8_billion_parameters(tmp_path, monkeypatch, capsys):
     """Each takes 16 bytes with DDP, 4 of them for its weight. On 64 devices of 80 GiB, FSDP2 and more make it fit."""

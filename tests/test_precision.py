@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 RATE, EPSILON = 2e-9, 1e-30
 FLOAT8 = "--mixed_precision", "fp8", "--fp8_backend", "ao"
-IN_FLOAT8 = "fp8.yaml", "DDP", "FSDP2", "HSDP", "sequence, DDP", "sequence, FSDP2"
+IN_FLOAT8 = "fp8.yaml", "DDP", "FSDP2", "HSDP", "sequence, DDP", "sequence, FSDP2", "context, FSDP2"
 IN_BF16 = [name for name in STRATEGIES if name != "fp8.yaml"]
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="needs torchao, see accelerate_configs/fp8.yaml"

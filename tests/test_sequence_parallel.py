@@ -1,4 +1,4 @@
-"""Sequence parallelism is the run of a plain loop, too: ranks that share rows, under DDP and FSDP2."""
+"""Sequence and context parallelism are the run of a plain loop, too: ranks that share rows, under DDP and FSDP2."""
 
 import math
 import re
@@ -31,15 +31,18 @@ import train
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 
 
-def share(size: int) -> dict:
+FILES = {"sp": "sequence_parallel", "cp": "context_parallel"}  # The two ways to share a row.
+
+
+def share(size: int, way: str = "sp") -> dict:
     """For a launcher file without a parallelism section: what Accelerate makes of one."""
-    return {"env": {"PARALLELISM_CONFIG_SP_SIZE": str(size)}, "warm": True}
+    return {"env": {f"PARALLELISM_CONFIG_{way.upper()}_SIZE": str(size)}, "warm": True}
 
 
-def by_file(size: int, *more) -> dict:
+def by_file(size: int, way: str = "sp") -> dict:
     """The launcher file that ships, with its GPUs replaced by CPU processes."""
-    options = "--mixed_precision", "no", "--parallelism_config_sp_size", size, *more
-    return {"launcher": "sequence_parallel", "options": options, "script": AS_GPU, "warm": True}
+    options = "--mixed_precision", "no", f"--parallelism_config_{way}_size", size
+    return {"launcher": FILES[way], "options": options, "script": AS_GPU, "warm": True}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,19 @@ CASES = {
         (*IMMEDIATE, "--model.chunked_loss", "true"),
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),
+    "context, 2 share": (2, share(2, "cp"), (), {"data_parallel_size": 1, "micro_batch_size": 3}),
+    "context, 3 share 4 heads": (3, share(3, "cp"), (), {"data_parallel_size": 1, "micro_batch_size": 3}),
+    "context, 4 share": (4, share(4, "cp"), (), {"data_parallel_size": 1, "micro_batch_size": 3}),
+    "context, DDP": (4, share(2, "cp"), IMMEDIATE, {"data_parallel_size": 2, "micro_batch_size": 3}),
+    "context, FSDP2": (4, by_file(2, "cp"), (), {"data_parallel_size": 2, "micro_batch_size": 3}),
+    "context, FSDP2, chunked loss, by the real command": (
+        2,
+        by_file(2, "cp") | {"warm": False},
+        (*IMMEDIATE, "--model.chunked_loss", "true"),
+        {"data_parallel_size": 1, "grad_accum_steps": 4},
+    ),
 }
-FAST = ("2 share",)
+FAST = ("2 share", "context, 3 share 4 heads")
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +127,20 @@ def test_equals_the_plain_loop(truth, runs, case):
 
 
 @pytest.mark.slow
-def test_checkpoint_moves(truth, runs, tmp_path):
-    """From DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
+@pytest.mark.parametrize("to, back", [("FSDP2", "4 share 2 key heads"), ("context, FSDP2", "context, 4 share")])
+def test_checkpoint_moves(truth, runs, tmp_path, to, back):
+    """From sequence parallelism with DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
     config, did, *_ = truth
 
-    moved = runs("FSDP2", *resume_from(runs("DDP"), 10))
+    moved = runs(to, *resume_from(runs("DDP"), 10))
     check_continued(moved, did, 10)
     check_continued(run(tmp_path, config, *resume_from(moved, 20), "--run.output_dir", tmp_path / "one"), did, 20)
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
-    check_continued(runs("4 share 2 key heads", *resume_from(one, 20)), did, 20)
+    check_continued(runs(back, *resume_from(one, 20)), did, 20)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", FILES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -134,9 +150,9 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     ],
     ids=lambda settings: " ".join(settings[::2]),
 )
-def test_with_other_settings(truth, tmp_path, settings):
+def test_with_other_settings(truth, tmp_path, settings, way):
     config, did, *_ = truth
-    done = launch(tmp_path, config, *settings, processes=2, **share(2))
+    done = launch(tmp_path, config, *settings, processes=2, **share(2, way))
     assert done.metrics[0]["plan/micro_batch_size"] == 10  # With auto: as many as one group has, and not a half.
     did.check(done)
 
@@ -145,12 +161,13 @@ WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate
 
 
 @pytest.mark.slow
-def test_compiled(truth, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", FILES)
+def test_compiled(truth, tmp_path, monkeypatch, way):
     """The lengths, which are others in each step, are not compiled again and again."""
     config, did, *_ = truth
     monkeypatch.setenv("TORCH_LOGS", "recompiles")
     settings = "--model.compile", "regional", "--model.gradient_checkpointing", "true"
-    done = launch(tmp_path, config, *WARMUP, *settings, processes=2, timeout=600, **share(2) | {"warm": False})
+    done = launch(tmp_path, config, *WARMUP, *settings, processes=2, timeout=600, **share(2, way) | {"warm": False})
     np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
     assert "recompile_limit" not in done.output and done.output.count("Recompiling function") <= 2 * 2 * 2
 
@@ -169,25 +186,40 @@ LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, processes", [(windowed_model, 4), LEARNED_POSITIONS])
-def test_packed_documents_are_as_if_alone(tmp_path, model, processes):
+@pytest.mark.parametrize(
+    "way, model, processes",
+    [
+        ("sp", windowed_model, 4),
+        ("sp", *LEARNED_POSITIONS),
+        ("cp", windowed_model, 3),
+        ("cp", windowed_model, 4),
+        ("cp", *LEARNED_POSITIONS),
+    ],
+)
+def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes):
     """A document may begin on one rank and end on another, and see a window or positions that are learned."""
     config, pieces = packed_config(tmp_path)
     config["model"] = {"pretrained": str(model(tmp_path / "start"))}
-    done = launch(tmp_path, config, processes=processes, **share(processes))
+    done = launch(tmp_path, config, processes=processes, **share(processes, way))
     train_reference(config, lambda step: pieces).check(done)
+
+
+def shards(monkeypatch, way: str, size: int, batch: dict) -> list[dict]:
+    """What each rank of a group has of a micro-batch."""
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", str(size))
+    parts = []
+    for rank in range(size):
+        sharer = strategy(processes=size, rank=rank)
+        sharer.ranks = None
+        parts.append(sharer.shard(batch))
+    return parts
 
 
 def test_parts_of_a_row(monkeypatch):
     """Together the ranks have each token once, in order, and as many each."""
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
     row = np.array([np.arange(5, 12), np.arange(6, 13), [0, 1, 2, 0, 1, 2, 3]])
     batch = train.collate([row], torch.device("cpu"), joined=True)
-    parts = []
-    for rank in range(4):
-        sharer = strategy(processes=4, rank=rank)
-        sharer.ranks = None
-        parts.append(sharer.shard(batch))
+    parts = shards(monkeypatch, "sp", 4, batch)
     for name, filler in ("input_ids", 5), ("targets", -100), ("position_ids", 0):
         assert [part[name].shape for part in parts] == [(1, 2)] * 4
         assert torch.cat([part[name] for part in parts], 1).tolist() == [[*batch[name][0].tolist(), filler]]
@@ -196,21 +228,84 @@ def test_parts_of_a_row(monkeypatch):
         assert part["documents"].ends.tolist() == [0, 3, 7, 8] and part["documents"].ends.dtype == torch.int32
 
 
+def test_pieces_of_a_row(monkeypatch):
+    """Of 8 pieces, each of 4 ranks has two that are as far from the begin and from the end."""
+    row = np.array([np.arange(5, 19), np.arange(6, 20), [*range(5), *range(9)]])
+    batch = train.collate([row], torch.device("cpu"), joined=True) | {"source_ends": {"one": 5, "other": 14}}
+    parts = shards(monkeypatch, "cp", 4, batch)
+    assert [part["input_ids"][0].tolist() for part in parts] == [
+        [5, 6, 5, 5], [7, 8, 17, 18], [9, 10, 15, 16], [11, 12, 13, 14],
+    ]  # fmt: skip
+    assert parts[0]["targets"].tolist() == [[6, 7, -100, -100]] and parts[1]["position_ids"].tolist() == [[2, 3, 7, 8]]
+    # Of tokens 4 and 5, one ends the first document, and one begins the second one. Tokens 10 and 11 are in the latter.
+    early, late = parts[2]["documents"].row_pieces
+    assert (early.lengths, early.ends.tolist(), early.sees_from) == ((1, 1), [0, 1, 2], 0)
+    assert (early.sees.lengths, early.sees.ends.tolist(), early.sees.longest) == ((5, 1), [0, 5, 6], 5)
+    assert (late.lengths, late.sees_from, late.sees.lengths, late.longest) == ((2,), 5, (7,), 2)
+    assert {ends.dtype for piece in (early, late) for ends in (piece.ends, piece.sees.ends)} == {torch.int32}
+    # The tokens of a rank are those of the first source before those of the other one, as in the row.
+    assert [list(part["source_ends"].values()) for part in parts] == [[2, 2], [2, 4], [1, 4], [0, 4]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_ranks_have_as_much_to_compute(monkeypatch, size):
+    """In a document that is the whole row: the pairs of a query and a key that it sees. Undivided halves would not."""
+    row = np.tile(np.arange(48), (3, 1))
+    parts = shards(monkeypatch, "cp", size, train.collate([row], torch.device("cpu"), joined=True))
+    work = []
+    for part in parts:
+        positions = part["position_ids"][0] + 1
+        assert sum(piece.sees.lengths[0] for piece in part["documents"].row_pieces) == 48 + 48 / (2 * size)
+        work.append(int(positions.sum()))
+    assert work == [48 * 49 / 2 / size] * size
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_of_the_pieces(monkeypatch, size, window):
+    """Together it is that of the row, and so are its gradients, with fewer key heads than query heads."""
+    torch.manual_seed(0)
+    row = np.stack([np.arange(3, 40)] * 2 + [np.concatenate([np.arange(length) for length in (1, 19, 3, 3, 11)])])
+    batch = train.collate([row], torch.device("cpu"), joined=True)
+    count = math.ceil(37 / 2 / size) * 2 * size
+    batch = train.lengthen(batch, count)
+    query = torch.randn(1, 6, count, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, count, 8, requires_grad=True) for _ in range(2))
+    module, options = SimpleNamespace(num_key_value_groups=3, is_causal=True), {"sliding_window": window}
+    expected, _ = train.document_attention(module, query, key, value, None, batch["documents"], **options)
+    direction = torch.randn_like(expected)
+    gradients = torch.autograd.grad((expected * direction).sum(), (query, key, value))
+
+    monkeypatch.setattr(train, "gather_row", lambda states, ranks: states)  # There are no other processes here.
+    pieces, found = query.chunk(2 * size, dim=2), [None] * 2 * size
+    for rank, part in enumerate(shards(monkeypatch, "cp", size, batch)):
+        own = rank, 2 * size - 1 - rank
+        queries = torch.cat([pieces[number] for number in own], dim=2)
+        output, _ = train.document_attention(module, queries, key, value, None, part["documents"], **options)
+        for number, states in zip(own, output.chunk(2, dim=1)):
+            found[number] = states
+    found = torch.cat(found, dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    again = torch.autograd.grad((found * direction).sum(), (query, key, value))
+    torch.testing.assert_close(again, gradients, rtol=0, atol=1e-5)
+
+
 def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1, length: int = 24):
-    """A SequenceParallel without processes."""
+    """A strategy that shares rows, without processes."""
     parallelism = SimpleNamespace(dp_replicate_size=copies)
     data = SimpleNamespace(sequence_length=length)
     accelerator = SimpleNamespace(
         num_processes=processes, process_index=rank, parallelism_config=parallelism, is_fsdp2=fsdp2
     )
     config = SimpleNamespace(data=data, model=train.Model(pretrained="any"), optim=train.Optim())
-    kind = train.SequenceParallelFSDP2 if fsdp2 else train.SequenceParallelDDP
+    kind = train.kind_of_fsdp2(config) if fsdp2 else train.kind_of_ddp(config)
     return kind(config, accelerator)
 
 
-def test_who_shares_with_whom(monkeypatch):
+@pytest.mark.parametrize("way", FILES)
+def test_who_shares_with_whom(monkeypatch, way):
     """Neighbours, which are on one machine."""
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
     ranks = [strategy(processes=6, rank=rank) for rank in range(6)]
     assert [(one.data_parallel_rank, one.rank_in_group) for one in ranks] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
@@ -220,52 +315,79 @@ def test_who_shares_with_whom(monkeypatch):
         one.check()
 
 
+@pytest.mark.parametrize("way", FILES)
 @pytest.mark.parametrize(
     "launched, message",
     [
-        ({"processes": 3}, "3 processes are no multiple of parallelism_config_sp_size, 2"),
-        ({"processes": 4, "fsdp2": True, "copies": 2}, "sequence parallelism cannot be combined with HSDP"),
+        ({"processes": 3}, "does not divide the 3 processes"),
+        (
+            {"processes": 4, "fsdp2": True, "copies": 2},
+            "cannot be combined with HSDP; take accelerate_configs/{file}.yaml",
+        ),
     ],
 )
-def test_refused_launches(monkeypatch, launched, message):
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    with pytest.raises(train.UserError, match=message):
+def test_refused_launches(monkeypatch, way, launched, message):
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
+    with pytest.raises(train.UserError) as refusal:
         strategy(**launched).check()
+    expected = f"launch: parallelism_config_{way}_size 2: {message.format(file=FILES[way])}"
+    assert str(refusal.value).startswith(expected)
+
+
+def test_refused_in_both_ways(monkeypatch):
+    for way in FILES:
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
+    with pytest.raises(
+        train.UserError, match="give parallelism_config_sp_size or parallelism_config_cp_size, not both"
+    ):
+        strategy(processes=4).check()
+
+
+def test_accelerate_shares_no_rows(monkeypatch):
+    """It makes no groups for sequence parallelism, and hears of no other. Of the rest of a launcher file, it hears."""
+    assert train.launched_groups() is None
+    sizes = {"CP_SIZE": "4", "DP_SHARD_SIZE": "2", "DP_REPLICATE_SIZE": "3", "TP_SIZE": "5"}
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", size)
+    assert train.launched_groups() is None  # The launcher file has no section.
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    groups = train.launched_groups()
+    assert (groups.cp_size, groups.sp_size, groups.build_device_mesh("cpu")) == (1, 4, None)
+    assert (groups.dp_shard_size, groups.dp_replicate_size, groups.tp_size) == (2, 3, 5)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 
 
+@pytest.mark.parametrize("way", FILES)
 @pytest.mark.parametrize(
     "size, change, attention, message",
     [
-        (3, {}, train.DOCUMENTS, "parallelism_config_sp_size 3 must divide the 4 attention heads"),
-        (
-            2,
-            {},
-            "eager",
-            "parallelism_config_sp_size 2 needs model.attention sdpa, and a model that works without padd",
-        ),
+        (3, {}, train.DOCUMENTS, {"sp": "parallelism_config_sp_size 3 must divide the 4 attention heads"}),
+        (2, {}, "eager", "{way}_size 2 needs model.attention sdpa, and a model that works without padding"),
         (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, train.DOCUMENTS, "<= 16"),
         (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, train.DOCUMENTS, "<= 20"),
         (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 24}}, train.DOCUMENTS, None),
         (4, {}, train.DOCUMENTS, None),
     ],
 )
-def test_refused_models(monkeypatch, size, change, attention, message):
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", str(size))
+def test_refused_models(monkeypatch, way, size, change, attention, message):
+    if isinstance(message, dict):  # Only one of the two ways.
+        message = message.get(way)
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", str(size))
     found = transformers.LlamaConfig(num_attention_heads=4, hidden_size=32, max_position_embeddings=20, **change)
     found._attn_implementation = attention
     check = partial(strategy(processes=12).check_model, SimpleNamespace(config=found))
     if message is None:
         check()
     else:
-        with pytest.raises(train.UserError, match=message):
+        with pytest.raises(train.UserError, match=message.format(way=way)):
             check()
 
 
-def test_refused_with_one_message(tmp_path):
+@pytest.mark.parametrize("way", ["sp", pytest.param("cp", marks=pytest.mark.slow)])
+def test_refused_with_one_message(tmp_path, way):
     config = tiny_config(tmp_path)
-    output = launch(tmp_path, config, "--model.attention", "eager", processes=2, expect=None, **share(2)).output
+    output = launch(tmp_path, config, "--model.attention", "eager", processes=2, expect=None, **share(2, way)).output
     [message] = re.findall("^error: .*", output, re.M)
-    assert message.startswith("error: launch: parallelism_config_sp_size 2 needs model.attention sdpa")
+    assert message.startswith(f"error: launch: parallelism_config_{way}_size 2 needs model.attention sdpa")

@@ -37,12 +37,15 @@ CASES = {  # Launcher file, number of processes, settings.
     "tensor parallelism 2, both": ("tensor_parallel", 2, CHECKPOINTING + CHUNKED),
     "sequence parallelism 2": ("sequence_parallel", 2, ()),
     "sequence parallelism 2, both": ("sequence_parallel", 2, CHECKPOINTING + CHUNKED),
+    "context parallelism 2": ("context_parallel", 2, ()),
+    "context parallelism 2, both": ("context_parallel", 2, CHECKPOINTING + CHUNKED),
     "pipeline 2": ("cpu", 2, ("--model.pipeline_ranks", "2")),
     "pipeline 2, both": ("cpu", 2, ("--model.pipeline_ranks", "2", *CHECKPOINTING, *CHUNKED)),
 }
 GROUPS = {
     "tensor_parallel": ["--parallelism_config_tp_size", "2"],
     "sequence_parallel": ["--parallelism_config_sp_size", "2"],
+    "context_parallel": ["--parallelism_config_cp_size", "2"],
 }
 
 

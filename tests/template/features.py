@@ -73,6 +73,7 @@ def sources(script: Script) -> None:
     script.drop_field("Progress.source_sums")
     script.drop_field("Progress.source_targets")
     script.drop_definition("ends_from")
+    script.drop_definition("ends_in")
     script.drop_statements("add_up_terms", "source_ends")
     for function in "add_up_terms", "add_up_chunks", "loss_in_chunks":
         script.drop_parameter(function, "source_ends")
@@ -173,11 +174,24 @@ def fsdp(script: Script) -> None:
     script.replace("choose_strategy", "accelerator.is_fsdp2", "False")
 
 
-def sequence_parallel(script: Script) -> None:
-    script.replace("PlannedLaunch.__init__", "sequence_parallel_size()", "1")
+def context_parallel(script: Script) -> None:
+    for function in "kind_of_ddp", "kind_of_fsdp2":
+        script.replace(function, "context_parallel_size() > 1", "False")
+    script.replace("ranks_per_row", "sequence_parallel_size() * context_parallel_size()", "sequence_parallel_size()")
+    script.drop_statements("SharedRows.check", "one_way")
+    script.drop_field("Division.gathers_keys", False)
+    script.drop_field("Documents.row_pieces", ())
+    script.drop_field("Documents.sees", None)
+    script.drop_field("Documents.sees_from", 0)
+
+
+def shared_rows(script: Script) -> None:
+    """Sequence and context parallelism."""
+    context_parallel(script)
     for function in "kind_of_ddp", "kind_of_fsdp2":
         script.replace(function, "sequence_parallel_size() > 1", "False")
-    script.drop_field("Documents.ranks", None)
+    script.replace("ranks_per_row", "sequence_parallel_size()", "1")
+    script.drop_field("Documents.row_ranks", None)
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
     script.drop_statements("eval_batches", "strategy.shard")
@@ -255,7 +269,8 @@ FEATURES = {
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,
-    "sequence parallelism": sequence_parallel,
+    "context parallelism": context_parallel,
+    "sequence and context parallelism": shared_rows,
     "tensor parallelism": tensor_parallel,
     "expert parallelism": expert_parallel,
     "pipeline parallelism": pipeline_parallel,

@@ -8,6 +8,7 @@ CONFIGS = [
 LAUNCHERS = [
     ROOT / "accelerate_configs" / f"{name}.yaml"
     for name in (
+        "context_parallel",
         "cpu",
         "deepspeed_zero2",
         "deepspeed_zero3",

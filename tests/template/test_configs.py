@@ -117,12 +117,13 @@ def test_accelerate_understands(file):
     args, *_ = _validate_launch_command(parser.parse_args(["--config_file", str(file), "train.py"]))
     assert args.mixed_precision == {"cpu": "no", "fp8": "fp8"}.get(file.stem, "bf16")
     assert (args.fp8_backend == "AO") == (file.stem == "fp8")
-    assert args.use_fsdp == (file.stem in ("fsdp2", "fsdp2_tensor_parallel", "hsdp", "sequence_parallel"))
+    with_fsdp = "context_parallel", "fsdp2", "fsdp2_tensor_parallel", "hsdp", "sequence_parallel"
+    assert args.use_fsdp == (file.stem in with_fsdp)
     assert args.use_deepspeed == file.stem.startswith("deepspeed")
     assert int(args.fsdp_version) == (2 if args.use_fsdp else 1)
     assert args.multi_gpu == (file.stem in ("cpu", "multi_gpu", "multi_node", "tensor_parallel"))
     assert args.use_cpu == (file.stem == "cpu")
-    sizes = ("dp_replicate", "dp_shard", "sp", "tp")
+    sizes = ("dp_replicate", "dp_shard", "sp", "cp", "tp")
     product = math.prod(getattr(args, f"parallelism_config_{size}_size") for size in sizes)
     assert product == (args.num_processes if config.parallelism_config else 1)
 
