@@ -1,6 +1,6 @@
 """Is the memory that --plan calculates what a step takes? Each strategy on CPU processes, and the share of the two.
 
-    python tests/benchmarks/memory.py [--width 384] [--only PATTERN]
+    python tests/benchmarks/memory.py [--width 384] [--length 256] [--only PATTERN]
 
 A Llama in float32 is trained for some steps by `accelerate launch`, with the launcher files that ship. What is measured
 is the peak of a rank's resident memory in the last step, as Linux counts it, less what the process held before it had a
@@ -49,14 +49,13 @@ GROUPS = {
 }
 
 
-def write_config(folder: Path, width: int) -> Path:
-    """8 rows of 256 tokens in a step, at most 2 at a time."""
+def write_config(folder: Path, width: int, length: int) -> Path:
+    """8 rows of so many tokens in a step, at most 2 at a time."""
     import datasets
     import yaml
 
-    length = 256
     datasets.disable_progress_bars()
-    rows = [{"input_ids": list(range(length))}] * 8
+    rows = [{"input_ids": [token % 256 for token in range(length)]}] * 8
     datasets.Dataset.from_list(rows).save_to_disk(folder / "rows")
     architecture = {"model_type": "llama", "vocab_size": 4 * width, "hidden_size": width, "num_hidden_layers": 8}
     architecture |= {"intermediate_size": 3 * width, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -122,12 +121,13 @@ def main() -> int:
         measure(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--only", default="", help="a pattern of the cases to measure")
     args = parser.parse_args()
     worst = 0.0
     print("GiB per device               calculated  measured  share", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        config = write_config(Path(folder), args.width)
+        config = write_config(Path(folder), args.width, args.length)
         for name, (launcher, processes, settings) in CASES.items():
             if not re.search(args.only, name):
                 continue
