@@ -84,14 +84,16 @@ def test_flash_attention_of_documents(monkeypatch, window, key_heads, scaling):
     key, value = torch.randn(2, 1, key_heads, 18, 8).unbind()
     options = {"scaling": scaling, "sliding_window": window}
     module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-    expected = train.attention_by_document(module, query, key, value, documents, **options)
-    found = train.flash_attention(*(states.bfloat16() for states in (query, key, value)), documents, **options)
+    expected = train.attention_by_document(module, query, key, value, documents, documents, **options)
+    found = train.flash_attention(
+        *(states.bfloat16() for states in (query, key, value)), documents, documents, **options
+    )
     assert found.shape == expected.shape == (1, 18, 4, 8)
     assert torch.allclose(found.float(), expected, rtol=0, atol=0.05)
 
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # Rotary embeddings are in float32 then.
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    under_autocast = train.flash_attention(query, key, value.bfloat16(), documents, **options)
+    under_autocast = train.flash_attention(query, key, value.bfloat16(), documents, documents, **options)
     assert torch.equal(under_autocast, found)
 
 
@@ -105,10 +107,10 @@ def test_flash_attention_of_a_piece_of_a_row(monkeypatch, begin, end, window):
     query, (key, value) = torch.randn(1, 4, 18, 8).bfloat16(), torch.randn(2, 1, 2, 18, 8).bfloat16()
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     options = {"sliding_window": window}
-    row = train.attention_by_document(module, query, key, value, documents, **options)
+    row = train.attention_by_document(module, query, key, value, documents, documents, **options)
     piece = train.piece_of(documents, begin, end)
-    queries, seen = query[:, :, begin:end], [states[:, :, piece.sees_from : end] for states in (key, value)]
-    found = train.flash_attention(queries, *seen, piece, **options)
+    queries, seen = query[:, :, begin:end], [states[:, :, piece.begin : end] for states in (key, value)]
+    found = train.flash_attention(queries, *seen, piece.own, piece.seen, **options)
     assert torch.allclose(found, row[:, begin:end], rtol=0, atol=0.05)
 
 

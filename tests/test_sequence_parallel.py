@@ -239,10 +239,10 @@ def test_pieces_of_a_row(monkeypatch):
     assert parts[0]["targets"].tolist() == [[6, 7, -100, -100]] and parts[1]["position_ids"].tolist() == [[2, 3, 7, 8]]
     # Of tokens 4 and 5, one ends the first document, and one begins the second one. Tokens 10 and 11 are in the latter.
     early, late = parts[2]["documents"].row_pieces
-    assert (early.lengths, early.ends.tolist(), early.sees_from) == ((1, 1), [0, 1, 2], 0)
-    assert (early.sees.lengths, early.sees.ends.tolist(), early.sees.longest) == ((5, 1), [0, 5, 6], 5)
-    assert (late.lengths, late.sees_from, late.sees.lengths, late.longest) == ((2,), 5, (7,), 2)
-    assert {ends.dtype for piece in (early, late) for ends in (piece.ends, piece.sees.ends)} == {torch.int32}
+    assert (early.own.lengths, early.own.ends.tolist(), early.begin) == ((1, 1), [0, 1, 2], 0)
+    assert (early.seen.lengths, early.seen.ends.tolist(), early.seen.longest) == ((5, 1), [0, 5, 6], 5)
+    assert (late.own.lengths, late.begin, late.seen.lengths, late.own.longest) == ((2,), 5, (7,), 2)
+    assert {part.ends.dtype for piece in (early, late) for part in (piece.own, piece.seen)} == {torch.int32}
     # The tokens of a rank are those of the first source before those of the other one, as in the row.
     assert [list(part["source_ends"].values()) for part in parts] == [[2, 2], [2, 4], [1, 4], [0, 4]]
 
@@ -255,7 +255,7 @@ def test_all_ranks_have_as_much_to_compute(monkeypatch, size):
     work = []
     for part in parts:
         positions = part["position_ids"][0] + 1
-        assert sum(piece.sees.lengths[0] for piece in part["documents"].row_pieces) == 48 + 48 / (2 * size)
+        assert sum(piece.seen.lengths[0] for piece in part["documents"].row_pieces) == 48 + 48 / (2 * size)
         work.append(int(positions.sum()))
     assert work == [48 * 49 / 2 / size] * size
 

@@ -181,10 +181,8 @@ def context_parallel(script: Script) -> None:
     script.drop_statements("SharedRows.check", "one_way")
     script.drop_field("Division.gathers_keys", False)
     script.drop_field("Documents.row_pieces", ())
-    script.drop_field("Documents.sees", None)
-    script.drop_field("Documents.sees_from", 0)
-    script.replace("attention_by_document", "documents.mask_of", "mask_of")
-    script.drop_field("Documents.mask_of")
+    script.replace("attention_by_document", "mask_of", "causal_mask")
+    script.drop_parameter("attention_by_document", "mask_of")
 
 
 def shared_rows(script: Script) -> None:
