@@ -92,7 +92,6 @@ CASES = {
     "2 x 2": ("mixtral", 4, 2, 1, (*DEFERRED, *CHUNKED)),
     "2 x 2, Qwen3": ("qwen3_moe", 4, 2, 2, (*IMMEDIATE, *CHECKPOINTING)),
 }
-FAST = ("2",)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +123,17 @@ def check(truth, done: Done, case: str) -> None:
     torch.testing.assert_close(model(ids).logits, did.model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_loop(truth, runs, case):
     check(truth, runs(case), case)
+
+
+def test_begins_as_the_plain_loop(truth, runs):
+    """A few steps, in which the learning rate is that of the longer run."""
+    did, done = truth("mixtral")[1], runs("2", "--run.max_steps", 5, "--data.eval_source", "null")
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
 
 
 @pytest.mark.slow
