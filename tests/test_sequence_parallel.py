@@ -140,15 +140,16 @@ def test_checkpoint_moves(truth, runs, tmp_path, to, back):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", FILES)
 @pytest.mark.parametrize(
-    "settings",
+    "way, settings",
     [
-        ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true"),
-        ("--batch.max_micro_batch_size", "auto"),
-        ("--eval.prompts", "some", "--eval.max_new_tokens", "4"),
+        ("sp", ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true")),
+        ("cp", ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true")),
+        ("sp", ("--eval.prompts", "some", "--eval.max_new_tokens", "4")),
+        ("cp", ("--eval.prompts", "some", "--eval.max_new_tokens", "4")),
+        ("sp", ("--batch.max_micro_batch_size", "auto")),
     ],
-    ids=lambda settings: " ".join(settings[::2]),
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[::2]),
 )
 def test_with_other_settings(truth, tmp_path, settings, way):
     config, did, *_ = truth
@@ -290,14 +291,15 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
     torch.testing.assert_close(again, gradients, rtol=0, atol=1e-5)
 
 
-def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1, length: int = 24):
+def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1, length: int = 24, limit=2):
     """A strategy that shares rows, without processes."""
     parallelism = SimpleNamespace(dp_replicate_size=copies)
     data = SimpleNamespace(sequence_length=length)
     accelerator = SimpleNamespace(
         num_processes=processes, process_index=rank, parallelism_config=parallelism, is_fsdp2=fsdp2
     )
-    config = SimpleNamespace(data=data, model=train.Model(pretrained="any"), optim=train.Optim())
+    batch = train.Batch(global_batch_size=8, max_micro_batch_size=limit)
+    config = SimpleNamespace(data=data, model=train.Model(pretrained="any"), optim=train.Optim(), batch=batch)
     kind = train.kind_of_fsdp2(config) if fsdp2 else train.kind_of_ddp(config)
     return kind(config, accelerator)
 
@@ -332,6 +334,12 @@ def test_refused_launches(monkeypatch, way, launched, message):
         strategy(**launched).check()
     expected = f"launch: parallelism_config_{way}_size 2: {message.format(file=FILES[way])}"
     assert str(refusal.value).startswith(expected)
+
+
+def test_context_parallelism_refuses_auto(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(train.UserError, match="parallelism_config_cp_size 2: cannot be combined with batch.max_micro"):
+        strategy(processes=2, limit="auto").check()
 
 
 def test_refused_in_both_ways(monkeypatch):

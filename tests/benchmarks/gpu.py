@@ -204,18 +204,23 @@ class Bench:
         ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         documents = train.Documents(lengths, max(lengths), ends)
         print("\n| flash attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
-        for head, key_heads, window in [(64, 8, None), (128, 2, None), (128, 2, 100), (256, 4, None)]:
+        piece = train.piece_of(documents, 400, 1500)  # What a rank has of a row with context parallelism.
+        whole, part = (documents, documents), (piece.own, piece.seen)
+        cases = [(64, 8, None, whole), (128, 2, None, whole), (128, 2, 100, whole), (256, 4, None, whole)]
+        for head, key_heads, window, (own, seen) in [*cases, (128, 2, None, part), (128, 2, 100, part)]:
             torch.manual_seed(0)
-            shapes = [(1, heads, sum(lengths), head) for heads in (8, key_heads, key_heads)]
+            counts = (8, own), (key_heads, seen), (key_heads, seen)
+            shapes = [(1, heads, sum(of.lengths), head) for heads, of in counts]
             states = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-            truth = results(
-                plain_attention, [one.detach().double().requires_grad_() for one in states], documents, window
-            )
+            exact = [one.detach().double().requires_grad_() for one in states]
+            truth = results(plain_attention, exact, own, seen, window)
             errors = {}
             for name, function in ("flash", kernel), ("plain", plain_attention):
-                pairs = zip(results(function, states, documents, window), truth)
+                pairs = zip(results(function, states, own, seen, window), truth)
                 errors[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
             case = f"attention, heads of {head}, {8 // key_heads} to a key, window {window}"
+            if own is not seen:
+                case += ", a piece of a row"
             print(f"| {case} | {errors['flash']:.1e} | {errors['plain']:.1e} |", flush=True)
             self.note(case, **errors)
             if not errors["flash"] <= 2 * errors["plain"]:
@@ -545,28 +550,29 @@ def summarize(lines: list[dict]) -> dict:
     }
 
 
-def plain_attention(query, key, value, documents, sliding_window=None):
-    """[1, tokens, heads, head size], one document after the other, by the formula."""
+def plain_attention(query, key, value, own, seen, sliding_window=None):
+    """[1, tokens, heads, head size], one document after the other, by the formula. `own` are the last of those seen."""
     import torch
 
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     outputs = []
-    for parts in zip(*(states.split(documents.lengths, dim=2) for states in (query, key, value))):
-        length = parts[0].shape[2]
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    parts = query.split(own.lengths, dim=2), key.split(seen.lengths, dim=2), value.split(seen.lengths, dim=2)
+    for queries, keys, values in zip(*parts):
+        length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
+        visible = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
         if sliding_window:
-            seen = seen.triu(1 - sliding_window)
-        scores = (parts[0] @ parts[1].transpose(2, 3)) * query.shape[-1] ** -0.5
-        outputs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ parts[2])
+            visible = visible.triu(before + 1 - sliding_window)
+        scores = (queries @ keys.transpose(2, 3)) * query.shape[-1] ** -0.5
+        outputs.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values)
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def results(function, states: list, documents, window: int | None) -> list:
+def results(function, states: list, own, seen, window: int | None) -> list:
     """What it computes, and the gradients of its sum with weights."""
     import torch
 
-    output = function(*states, documents, sliding_window=window)
+    output = function(*states, own, seen, sliding_window=window)
     weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view_as(output)
     gradients = torch.autograd.grad((output * weights).sum(), states)
     return [result.double() for result in (output.detach(), *gradients)]
