@@ -132,6 +132,7 @@ def patience(script: Script) -> None:
 
 def chunked_loss(script: Script) -> None:
     script.drop_setting("model.chunked_loss", False)
+    script.drop_element("SAVINGS", "model.chunked_loss")
     script.drop_parameter("compute_loss", "chunked", False)
     script.drop_parameter("check_loss", "chunked", False)
 
