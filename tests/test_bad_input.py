@@ -907,8 +907,8 @@ case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
 case(
     "processes without groups",
     {},
-    "the number of processes, 3, must be a multiple of 2",
-    "multiple of 2",
+    "launch: parallelism_config_sp_size 2",
+    "does not divide the 3 processes",
     argv=[*CONFIG, "--plan", "3"],
     env={"PARALLELISM_CONFIG_SP_SIZE": "2"},
 )
