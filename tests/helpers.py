@@ -31,6 +31,9 @@ from safetensors.torch import load_file
 import train
 
 ROOT = Path(__file__).resolve().parents[1]
+# Tests run beside each other, and the threads of one would wait for those of the others: main() leaves it at one here.
+torch.set_num_threads(1)
+torch.set_num_threads = lambda count: None
 VOCABULARY = 384  # That of the bytes tokenizer, so that train.py leaves the model's embedding as it is.
 
 

@@ -111,6 +111,7 @@ def test_a_step_without_targets_changes_nothing(tmp_path):
     check(run(tmp_path, config, *after), 3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_the_first_update(tmp_path):
     """The optimizer has no state yet. A checkpoint of several processes has none, and that of one has no update."""
     order, rows = shuffled(7, 8, 12), make_rows([20, 24, 9, 13, 24, 17, 22, 15], seed=4)

@@ -301,7 +301,8 @@ def lora_runs(lora, tmp_path_factory):
 
 
 FSDP2 = pytest.param("some matrices", "FSDP2", marks=pytest.mark.slow)
-LORA_RUNS = [("some matrices", "alone"), ("some matrices", "DDP"), FSDP2, ("all-linear", "alone")]
+ALONE = pytest.param("some matrices", "alone", marks=pytest.mark.slow)
+LORA_RUNS = [ALONE, ("some matrices", "DDP"), FSDP2, ("all-linear", "alone")]
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS)

@@ -75,7 +75,6 @@ CASES |= {
         CASES["DDP, interleaved, checkpointing"][2],
     ),
 }
-FAST = ("interleaved",)
 AS_GPU = {
     "launcher": "fsdp2",
     "options": ("--mixed_precision", "no"),
@@ -99,9 +98,8 @@ def runs(truth, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_loop(truth, runs, case):
     """With clipping, uneven batches, tied embeddings and evaluation. Every token is counted once."""
     _, did, tokens = truth
@@ -118,6 +116,16 @@ def test_equals_the_plain_loop(truth, runs, case):
     assert "bubble" in done.output and "Warning" not in done.output
     loaded = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
     assert loaded.num_parameters() == did.model.num_parameters()
+
+
+WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
+
+
+def test_begins_as_the_plain_loop(truth, runs):
+    """A few steps."""
+    did, done = truth[1], runs("interleaved", *WARMUP)
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ CASES = {
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),
 }
-FAST = ("2 share", "context, 3 share 4 heads")
+FAST = ("2 share",)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,16 @@ def test_equals_the_plain_loop(truth, runs, case):
     assert "UserWarning" not in done.output and "FutureWarning" not in done.output
 
 
+WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
+
+
+def test_begins_as_the_plain_loop(truth, runs):
+    """A few steps."""
+    did, done = truth[1], runs("context, 3 share 4 heads", *WARMUP)
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("to, back", [("FSDP2", "4 share 2 key heads"), ("context, FSDP2", "context, 4 share")])
 def test_checkpoint_moves(truth, runs, tmp_path, to, back):
@@ -156,9 +166,6 @@ def test_with_other_settings(truth, tmp_path, settings, way):
     done = launch(tmp_path, config, *settings, processes=2, **share(2, way))
     assert done.metrics[0]["plan/micro_batch_size"] == 10  # With auto: as many as one group has, and not a half.
     did.check(done)
-
-
-WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
 
 
 @pytest.mark.slow

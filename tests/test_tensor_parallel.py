@@ -157,7 +157,7 @@ def test_equals_the_plain_loop(truth, runs, case):
 WARMUP = "--run.max_steps", 5, "--data.eval_source", "null"  # The learning rate of these steps is that of a longer run.
 
 
-@pytest.mark.parametrize("case", ["2", "2 x 2"])
+@pytest.mark.parametrize("case", ["2", pytest.param("2 x 2", marks=pytest.mark.slow)])
 def test_begins_as_the_plain_loop(truth, runs, case):
     """A few steps."""
     did, done = truth("tied qwen3")[1], runs(case, *WARMUP)

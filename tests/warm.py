@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 LIBRARIES = (
@@ -41,8 +42,11 @@ LIBRARIES = (
     "pydantic.main",
     "pydantic.types",
     "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.nn.attention.varlen",
     "torch.utils.flop_counter",
     "torch.utils.tensorboard",
     "transformers.models.byt5.tokenization_byt5",
@@ -51,6 +55,7 @@ LIBRARIES = (
     "trl",
 )
 SECONDS_TO_END = 30  # Between SIGTERM and SIGKILL, as torchrun has it.
+TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 
 
 class Launch:
@@ -125,6 +130,7 @@ def serve(path: str):
     for name in LIBRARIES:
         importlib.import_module(name)
     warm_up()
+    compiled(TRAIN)
     gc.freeze()  # What is here stays, so that no collection copies it page by page.
     with socket.socket(socket.AF_UNIX) as draft:
         draft.bind(f"{path}.tmp")
@@ -158,6 +164,19 @@ def warm_up() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False):
         model.to_empty(device="cpu")
         model(input_ids=torch.ones(1, 17, dtype=torch.long), use_cache=False).logits.sum().backward()
+
+
+@functools.cache
+def compiled(path: str) -> types.CodeType:
+    """A script as Python runs it. To compile train.py takes as long as some steps; the warm process does it once."""
+    return compile(Path(path).read_bytes(), path, "exec")
+
+
+def run_path(path: str, run_name: str) -> None:
+    """What runpy's function of this name does to run a script, for one that may be compiled already."""
+    module = sys.modules[run_name] = types.ModuleType(run_name)
+    module.__file__ = path
+    exec(compiled(path), vars(module))
 
 
 def supervise(connection: socket.socket):
@@ -267,10 +286,11 @@ if __name__ == "__main__":
     np.random.seed()  # A process of its own begins with numbers of its own.
     Figure.savefig = lambda *_, **__: None  # To draw curves takes as long as the steps of most tests.
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path = run_path  # For scripts that run scripts, too.
     status = 1  # Of an exception that nobody catches.
     atexit.register(end)
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_path(sys.argv[0], run_name="__main__")
         status = 0
     except SystemExit as stop:
         status = stop.code or 0
