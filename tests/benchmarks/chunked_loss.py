@@ -1,13 +1,13 @@
 """What does model.chunked_loss save and cost? Peak memory and time of a training pass with a large vocabulary.
 
-    python tests/benchmarks/chunked_loss.py [--rounds 3] [--vocab-size 50257] [--tokens 8192] [--bf16]
+    python tests/benchmarks/chunked_loss.py [--rounds 5] [--vocab-size 50257] [--tokens 8192] [--bf16]
     python tests/benchmarks/chunked_loss.py --layers 12 --width 768 --tokens 2048
 
 A Llama, forward and backward on the CPU, by default of two narrow layers, so that little but the output layer counts.
 The second one is about as large as GPT-2. Beside it, torch's own linear_cross_entropy() in chunks, which knows no
-other loss than that. Each variant has a process of its own, as memory that was once used is not given back; they
-alternate. Memory is the growth of the process's peak by the first pass, the gradients of all weights included. Time is
-the median of the passes after it.
+other loss than that. Memory is the growth of the peak of a process that makes one pass, the gradients of all weights
+included. Each variant has a process of its own, as memory that was once used is not given back. For the time, all
+variants take turns in another process, whose first turn does not count.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def loss_by_torch(model, batch):
     return torch.nn.functional.linear_cross_entropy(*arguments, reduction="sum", options=options)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """One variant, in this process: prints [MiB, seconds]."""
+def prepare(args: argparse.Namespace) -> tuple:
+    """A model, and a batch of random tokens in rows of at most 1,024."""
     import torch
     import transformers
 
@@ -55,51 +55,69 @@ def measure(args: argparse.Namespace) -> None:
     length = min(1024, args.tokens)
     ids = np.random.default_rng(0).integers(0, args.vocab_size, (args.tokens // length, length))
     batch = train.collate([np.stack([row, row, np.arange(length)]) for row in ids], torch.device("cpu"), joined=True)
-    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for _ in range(1 + args.passes):
-        began = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            if args.variant == "torch":
-                loss = loss_by_torch(model, batch)
-            else:
-                loss, _ = train.compute_loss(model, batch, args.variant == "chunked")
-        (loss / args.tokens).backward()
-        seconds.append(time.perf_counter() - began)
-        if len(seconds) == 1:
-            memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        model.zero_grad()
-    print(json.dumps([memory, float(np.median(seconds[1:]))]))
+    return model, batch
+
+
+def seconds_of_pass(args: argparse.Namespace, variant: str, model, batch: dict) -> float:
+    import torch
+
+    import train
+
+    began = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+        if variant == "torch":
+            loss = loss_by_torch(model, batch)
+        else:
+            loss, _ = train.compute_loss(model, batch, variant == "chunked")
+    (loss / args.tokens).backward()
+    seconds = time.perf_counter() - began
+    model.zero_grad()
+    return seconds
+
+
+def measure(args: argparse.Namespace) -> None:
+    """In this process: prints the MiB that a pass of one variant takes, or the seconds of each pass of all."""
+    model, batch = prepare(args)
+    if args.measure == "time":
+        turns = [[seconds_of_pass(args, variant, model, batch) for variant in VARIANTS] for _ in range(1 + args.rounds)]
+        print(json.dumps(turns[1:]))
+        return
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds_of_pass(args, args.measure, model, batch)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def measured(what: str) -> list | float:
+    """What another process prints that measures this, with the words of the command line."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure", what]
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=3, help="that are timed, after the first one")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocab-size", type=int, default=50_257)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=[*VARIANTS, "time"], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.variant:
+    if args.measure:
         measure(args)
         return 0
-    rounds = []
-    for _ in range(args.rounds):
-        lines = []
-        for variant in VARIANTS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-            lines.append(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
-        rounds.append(lines)
-    of = np.array(rounds)  # [round, variant, (MiB, seconds)]
+    memory = {variant: measured(variant) for variant in VARIANTS}
+    seconds = np.array(measured("time"))  # [round, variant]
     model = f"vocabulary {args.vocab_size:,}, {args.layers} layers of {args.width}"
     print(f"{args.tokens:,} tokens, {model}, {args.rounds} rounds:")
-    print("median [least, greatest], and the medians of the shares")
-    shares = np.median(of / of[:, :1], axis=0)
-    for at, name in enumerate(VARIANTS.values()):
-        texts = [f"{np.median(of[:, at, k]):8.1f} [{of[:, at, k].min():.1f}, {of[:, at, k].max():.1f}]" for k in (0, 1)]
-        print(f"{name:24}{texts[0]} MiB{texts[1]} s   memory {shares[at, 0]:.2f}, time {shares[at, 1]:.2f}")
+    print(
+        "memory; time, median [least, greatest]; both as a share of the first line's, with the median over the rounds"
+    )
+    shares = np.median(seconds / seconds[:, :1], axis=0)
+    for at, (variant, name) in enumerate(VARIANTS.items()):
+        of = seconds[:, at]
+        text = f"{memory[variant]:8.1f} MiB{np.median(of):8.2f} [{of.min():.2f}, {of.max():.2f}] s"
+        print(f"{name:24}{text}   memory {memory[variant] / memory['whole']:.2f}, time {shares[at]:.2f}")
     return 0
 
 
