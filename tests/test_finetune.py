@@ -302,7 +302,8 @@ def lora_runs(lora, tmp_path_factory):
 
 FSDP2 = pytest.param("some matrices", "FSDP2", marks=pytest.mark.slow)
 ALONE = pytest.param("some matrices", "alone", marks=pytest.mark.slow)
-LORA_RUNS = [ALONE, ("some matrices", "DDP"), FSDP2, ("all-linear", "alone")]
+ALL_LINEAR = pytest.param("all-linear", "alone", marks=pytest.mark.slow)
+LORA_RUNS = [ALONE, ("some matrices", "DDP"), FSDP2, ALL_LINEAR]
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS)

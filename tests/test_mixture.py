@@ -212,7 +212,7 @@ WAYS = {  # Settings, processes, and how they are launched.
     "2 share keys": (CHUNKED, 2, {"env": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}),
     "2 x 2 share keys": ((), 4, {"env": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}),
 }
-FAST = ("padded", "2 share")
+FAST = ("padded",)
 
 
 @pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])

@@ -525,7 +525,7 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
 
 
 def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
-    config = memory_config(tokens=2048, architecture=LARGE)
+    config = memory_config(tokens=1024, architecture=LARGE | {"num_hidden_layers": 1})
     changes = {"perf": train.Perf(device_memory_gib=1e-6), "optim": train.Optim(name="muon")}
     said = train.what_fits(train.PlannedLaunch(config.model_copy(update=changes), 2), train.planned_model(config))
     assert "fsdp2" not in said and "--model.chunked_loss true" in said
