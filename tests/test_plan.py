@@ -413,6 +413,24 @@ def test_memory_of_fsdp2(monkeypatch):
     assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
 
 
+def test_memory_of_experts(monkeypatch):
+    """All weights are sharded, and a rank computes with a quarter of the 8 experts. Two see each token."""
+    experts, router = 3 * WIDTH * 192, 8 * WIDTH
+    layer = LAYER + 7 * experts + router
+    outside, whole = PARAMETERS - LAYERS * LAYER, PARAMETERS + LAYERS * (7 * experts + router)
+    mixtral = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert memory_of(1, architecture=mixtral)["weights"] == 4 * whole
+    set_fsdp2(monkeypatch)
+    memory = memory_of(4, architecture=mixtral)
+    assert memory["weights"] == whole + 4 * (outside + 2 * layer) + 8 * layer
+    assert memory["gradients"] == 4 * whole
+    divided = memory_of(4, architecture=mixtral, expert_ranks=4)
+    own = LAYER + experts + 2 * WIDTH
+    assert divided["weights"] == whole + 4 * (outside + 2 * own) + 8 * own
+    assert divided["gradients"] == 4 * (outside + LAYERS * own)
+    assert divided["optimizer"] == memory["optimizer"] == 2 * whole
+
+
 def test_memory_of_tensor_parallelism(monkeypatch):
     """Half of each matrix, and whole norms."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")

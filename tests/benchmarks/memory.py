@@ -20,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTING, CHUNKED = ("--model.gradient_checkpointing", "true"), ("--model.chunked_loss", "true")
 ONE_PASS = ("--batch.max_micro_batch_size", "8")
+# In place of the Llama, a Mixtral. The weights of its layers are mostly experts.
+EXPERTS = "--model.architecture.model_type", "mixtral", "--model.architecture.num_local_experts", "8"
+EXPERTS += "--model.architecture.num_experts_per_tok", "2"
+DIVIDED = "--model.expert_ranks", "2"
 CASES = {  # Launcher file, number of processes, settings.
     "one process": ("cpu", 1, ()),
     "one process, checkpointing": ("cpu", 1, CHECKPOINTING),
@@ -39,6 +43,13 @@ CASES = {  # Launcher file, number of processes, settings.
     "sequence parallelism 2, both": ("sequence_parallel", 2, CHECKPOINTING + CHUNKED),
     "context parallelism 2": ("context_parallel", 2, ()),
     "context parallelism 2, both": ("context_parallel", 2, CHECKPOINTING + CHUNKED),
+    "experts, one process": ("cpu", 1, EXPERTS),
+    "experts, DDP 2": ("cpu", 2, EXPERTS),
+    "experts, FSDP2 2": ("fsdp2", 2, EXPERTS),
+    "experts, FSDP2 2, both": ("fsdp2", 2, EXPERTS + CHECKPOINTING + CHUNKED),
+    "expert parallelism 2": ("fsdp2", 2, EXPERTS + DIVIDED),
+    "expert parallelism 2, both": ("fsdp2", 2, EXPERTS + DIVIDED + CHECKPOINTING + CHUNKED),
+    "expert parallelism 2 x 2": ("fsdp2", 4, EXPERTS + DIVIDED),
     "pipeline 2": ("cpu", 2, ("--model.pipeline_ranks", "2")),
     "pipeline 2, both": ("cpu", 2, ("--model.pipeline_ranks", "2", *CHECKPOINTING, *CHUNKED)),
 }

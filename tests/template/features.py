@@ -213,7 +213,6 @@ def tensor_parallel(script: Script) -> None:
 def expert_parallel(script: Script) -> None:
     for function in "choose_strategy", "kind_of_fsdp2":
         script.replace(function, "config.model.expert_ranks > 1", "False")
-    script.drop_statements("check_is_known", "has_all")
     script.drop_setting("model.expert_ranks", 1)
 
 
