@@ -500,6 +500,23 @@ def test_memory_of_8_billion_parameters(tmp_path, monkeypatch, capsys):
     assert re.search(r"do not fit into 80\. With accelerate_configs/fsdp2\.yaml: .* That fits\.", printed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size, gib", [({}, 94), ({"SP": "8"}, 65), ({"TP": "8"}, 61)])
+def test_memory_of_405_billion_parameters(monkeypatch, size, gib):
+    """The two moments are 8 bytes for each parameter, on 512 devices. The sums are still what README says."""
+    set_fsdp2(monkeypatch)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for name, ranks in size.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", ranks)
+    shape = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128_256}
+    shape |= {"num_attention_heads": 128, "num_key_value_heads": 8}
+    batch = {"global_batch_size": 1024, "max_micro_batch_size": 1, "sync_each_micro_step": True}
+    savings = {"gradient_checkpointing": True, "chunked_loss": True}
+    memory = memory_of(512, batch, 8192, architecture=LLAMA | shape, **savings)
+    assert memory["optimizer"] == pytest.approx(8 * 405.9e9 / 512, rel=0.01)
+    assert sum(memory.values()) / 2**30 == pytest.approx(gib, abs=0.5)
+
+
 def test_memory_takes_the_launcher_file_into_account(tmp_path):
     """The strategy and the precision of the shipped file."""
     config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 8}, "perf": {"device_memory_gib": 80}}
