@@ -313,14 +313,15 @@ def test_refused_without_fsdp2(tmp_path):
 
 
 def test_plan(tmp_path, monkeypatch):
-    """Each process has rows of its own. The memory is not known."""
+    """Each process has rows of its own. A model without experts is told so."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
     settings = "--plan", 4, 3, "--perf.device_memory_gib", 1, "--model.expert_ranks"
     planned = run(tmp_path, tiny_config(tmp_path), *settings, 1).output
     assert re.search(r"^ *4 +4 +10 ", planned, re.M) and "GiB per device, FSDP2" in planned
     output = run(tmp_path, tiny_config(tmp_path / "other"), *settings[:2], *settings[3:], 2).output
-    assert re.search(r"^ *4 +4 +10 ", output, re.M) and "Memory: it is not known for model.expert_ranks" in output
+    assert re.search(r"^ *4 +4 +10 ", output, re.M)
+    assert "model.expert_ranks: the config of a llama names no number of experts; use 1" in output
     refused = run(tmp_path, tiny_config(tmp_path / "refused"), *settings, 2, expect=2).output
     assert "model.expert_ranks 2: does not divide the 3 processes" in refused
 
