@@ -126,7 +126,7 @@ TIED = "a tied output layer"
 @pytest.mark.parametrize(
     "case, settings",
     [
-        ("FSDP2", CHUNKED),
+        pytest.param("FSDP2", CHUNKED, marks=pytest.mark.slow),
         pytest.param("FSDP2", (*CHUNKED, TIED), marks=pytest.mark.slow),
         pytest.param("FSDP2", (*CHUNKED, *IMMEDIATE, "--model.gradient_checkpointing", "true"), marks=pytest.mark.slow),
         pytest.param("DDP", (*CHUNKED, *IMMEDIATE, TIED), marks=pytest.mark.slow),

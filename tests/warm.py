@@ -199,12 +199,23 @@ def supervise(connection: socket.socket):
             connection.close()
             return environment, request["script"]
         ranks[rank] = number
+    _store = agent_store(environment)  # It lives as long as the ranks do.
     answers.write(f"{rank if request['launcher'] is None else os.getpid()}\n")
     answers.flush()
     code = wait_for(ranks)
     answers.write(f"{code}\n")
     answers.flush()
     os._exit(0)
+
+
+def agent_store(environment: dict[str, str]):
+    """Where the ranks of a launch meet. If rank 0 held it, the others would often come too early and wait for long."""
+    from torch.distributed import TCPStore
+
+    if "MASTER_PORT" not in environment:
+        return None
+    address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return TCPStore(*address, int(environment["WORLD_SIZE"]), is_master=True, wait_for_workers=False)
 
 
 def environments(request: dict) -> list[dict[str, str]]:
@@ -236,7 +247,7 @@ def environments(request: dict) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # Rank 0 holds the store, which torchrun's agent would.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # See agent_store().
     }
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
         common[name] = str(args.num_processes)
