@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # A shell has started the tests in the background. What they
     signal.signal(signal.SIGINT, signal.default_int_handler)  # start would ignore Ctrl-C, too.
 
-HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 def restore_handlers() -> None:

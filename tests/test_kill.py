@@ -33,6 +33,7 @@ from helpers import (
     run,
     start,
     tiny_config,
+    write_config,
     write_rows,
 )
 from warm import Launch
@@ -351,21 +352,60 @@ def slow(tmp_path_factory):
     return config
 
 
-def test_ctrl_c_is_answered_at_once(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("number, name", [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "SIGHUP")])
+def test_a_signal_is_answered_at_once(tmp_path, monkeypatch, capfd, number, name):
     """While the step goes on, and by the name that people have for it."""
     said, train_step = [], train.train_step
 
     def interrupted(*args):
         capfd.readouterr()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         said.append(capfd.readouterr().out)
         return train_step(*args)
 
     monkeypatch.setattr(train, "train_step", interrupted)
     done = run(tmp_path, tiny_config(tmp_path))
-    assert said == ["\nCtrl-C: saving after this step.\n"]
+    assert said == [f"\n{name}: saving after this step.\n"]
     assert_stopped(done, done.output, 1)
-    assert "Stopped by Ctrl-C after step 1;" in done.output
+    assert f"Stopped by {name} after step 1;" in done.output
+
+
+def test_with_nohup_it_outlives_its_terminal(tmp_path, monkeypatch):
+    """nohup starts a program that ignores SIGHUP, and it must go on to do so."""
+    handled, saver = [], train.Saver
+
+    def hung_up(*args):
+        handled.append(signal.getsignal(signal.SIGHUP))
+        signal.raise_signal(signal.SIGHUP)
+        return saver(*args)
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(train, "Saver", hung_up)
+    done = run(tmp_path, tiny_config(tmp_path))
+    assert handled == [signal.SIG_IGN] and "Finished:" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_closed_terminal(slow, tmp_path, count):
+    """As where the connection to a machine is lost: the run saves, though nobody reads what it says any more."""
+    done = Done(0, "", tmp_path / "run")
+    launcher = "--config_file", ROOT / "accelerate_configs" / "cpu.yaml", "--num_processes", count
+    command = sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", free_port()
+    command = *command, ROOT / "train.py", "--config", write_config(tmp_path, slow)
+    in_terminal = "import pty, sys; pty.spawn(sys.argv[1:])"
+    terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
+    wait_for_step([terminal], done, 1)
+    [launched] = psutil.Process(terminal.pid).children()
+    processes = [launched, *launched.children(recursive=True)]
+    terminal.kill()
+    terminal.wait()
+    closed = time.monotonic()
+    while alive(processes) and time.monotonic() - closed < ALLOWED_SECONDS:
+        time.sleep(0.05)
+    assert not alive(processes) and done.status["status"] == "stopped"
+    assert_complete(done.folder / "checkpoints" / done.checkpoints[-1])
+    assert done.checkpoints[-1] == f"step-{done.status['step']:08d}"
 
 
 def test_signal_to_any_rank(slow, tmp_path):
