@@ -447,7 +447,7 @@ def test_patience(tmp_path):
     done = run(tmp_path, config, "--run.patience", 3)
     end = {"status": "finished", "step": 2 * last}
     assert done.status == end and done.logged("eval/loss") == losses[:last]
-    assert "run.patience: 3 evaluations" in done.output and done.checkpoints[-1] == f"step-{2 * last:08d}"
+    assert "that did not lower the loss: 3\n" in done.output and done.checkpoints[-1] == f"step-{2 * last:08d}"
     assert "Finished already" in run(tmp_path, config, "--run.patience", 3).output
 
     shutil.rmtree(done.folder / "checkpoints" / done.checkpoints[-1])
