@@ -431,6 +431,25 @@ def test_memory_of_experts(monkeypatch):
     assert divided["optimizer"] == memory["optimizer"] == 2 * whole
 
 
+def test_memory_of_groups_of_experts(monkeypatch):
+    """As in DeepSeek-V3, whose values are of another size than its queries, so that flash attention does not take them.
+    Of each layer, a rank has no gradients of 6 of the 8 experts, and the plan leaves out their rows of the router."""
+    shape = {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+    }
+    shape |= {"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4}
+    heads = {"qk_nope_head_dim": 4, "v_head_dim": 16, "num_key_value_heads": 4}
+    deepseek = LLAMA | {"model_type": "deepseek_v3"} | shape | heads
+    set_fsdp2(monkeypatch)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    whole, divided = (memory_of(4, architecture=deepseek, expert_ranks=ranks) for ranks in (1, 4))
+    assert whole["gradients"] - divided["gradients"] == 4 * LAYERS * 6 * (3 * WIDTH * 16 + WIDTH)
+
+
 def test_memory_of_tensor_parallelism(monkeypatch):
     """Half of each matrix, and whole norms."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
