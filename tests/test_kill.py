@@ -363,6 +363,7 @@ def test_a_signal_is_answered_at_once(tmp_path, monkeypatch, capfd, number, name
         said.append(capfd.readouterr().out)
         return train_step(*args)
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup.
     monkeypatch.setattr(train, "train_step", interrupted)
     done = run(tmp_path, tiny_config(tmp_path))
     assert said == [f"\n{name}: saving after this step.\n"]
@@ -393,7 +394,7 @@ def test_a_closed_terminal(slow, tmp_path, count):
     launcher = "--config_file", ROOT / "accelerate_configs" / "cpu.yaml", "--num_processes", count
     command = sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", free_port()
     command = *command, ROOT / "train.py", "--config", write_config(tmp_path, slow)
-    in_terminal = "import pty, sys; pty.spawn(sys.argv[1:])"
+    in_terminal = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
     terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
     wait_for_step([terminal], done, 1)
     [launched] = psutil.Process(terminal.pid).children()
