@@ -450,6 +450,27 @@ def test_memory_of_groups_of_experts(monkeypatch):
     assert whole["gradients"] - divided["gradients"] == 4 * LAYERS * 6 * (3 * WIDTH * 16 + WIDTH)
 
 
+def test_memory_of_layers_of_two_kinds(monkeypatch):
+    """As in DeepSeek, the first layer has one MLP, not 8 experts. FSDP2 gathers two of the large layers at a time."""
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 8,
+    }
+    qwen = LLAMA | {"model_type": "qwen2_moe", "mlp_only_layers": [0]} | experts
+    shared = 3 * WIDTH * 8 + WIDTH  # And what decides how much it counts.
+    small = LAYER + 64 + 2 * 32  # Query, key and value have biases.
+    large = small + 7 * 3 * WIDTH * 192 + 8 * WIDTH + shared
+    outside = 2 * 384 * WIDTH + WIDTH
+    whole = outside + small + (LAYERS - 1) * large
+    assert memory_of(1, architecture=qwen)["weights"] == 4 * whole
+    set_fsdp2(monkeypatch)
+    assert memory_of(4, architecture=qwen)["weights"] == whole + 4 * (outside + 2 * large) + 8 * large
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    assert memory_of(4, architecture=qwen)["weights"] == whole + 4 * whole + 8 * large
+
+
 def test_memory_of_tensor_parallelism(monkeypatch):
     """Half of each matrix, and whole norms."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
