@@ -313,7 +313,7 @@ def test_refused_without_fsdp2(tmp_path):
 
 
 def test_plan(tmp_path, monkeypatch):
-    """Each process has rows of its own. A model without experts is told so."""
+    """Each process has rows of its own. A model whose experts cannot be divided is told so, or that it has none."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
     settings = "--plan", 4, 3, "--perf.device_memory_gib", 1, "--model.expert_ranks"
@@ -322,6 +322,10 @@ def test_plan(tmp_path, monkeypatch):
     output = run(tmp_path, tiny_config(tmp_path / "other"), *settings[:2], *settings[3:], 2).output
     assert re.search(r"^ *4 +4 +10 ", output, re.M)
     assert "the config of a llama names no number of experts that ranks could divide" in output
+    uneven = tiny_config(tmp_path / "uneven")
+    uneven["model"]["pretrained"] = str(mixture(tmp_path / "mixtral", "mixtral", num_local_experts=6))
+    output = run(tmp_path, uneven, *settings[:2], *settings[3:], 4).output
+    assert "4 ranks cannot evenly divide 6 experts of a mixtral" in output and "GiB" not in output
     refused = run(tmp_path, tiny_config(tmp_path / "refused"), *settings, 2, expect=2).output
     assert "model.expert_ranks 2: does not divide the 3 processes" in refused
 
