@@ -429,6 +429,9 @@ def test_memory_of_experts(monkeypatch):
     assert divided["weights"] == whole + 4 * (outside + 2 * own) + 8 * own
     assert divided["gradients"] == 4 * (outside + LAYERS * own)
     assert divided["optimizer"] == memory["optimizer"] == 2 * whole
+    # A rank with a single expert, though two see each token. Of 16 rows, each of the 8 ranks has one in 2 micro-steps.
+    single = memory_of(8, {"global_batch_size": 32}, architecture=mixtral, expert_ranks=8)
+    assert single["gradients"] == 4 * (outside + LAYERS * (LAYER + WIDTH))
 
 
 def test_memory_of_groups_of_experts(monkeypatch):
@@ -469,6 +472,20 @@ def test_memory_of_layers_of_two_kinds(monkeypatch):
     assert memory_of(4, architecture=qwen)["weights"] == whole + 4 * (outside + 2 * large) + 8 * large
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     assert memory_of(4, architecture=qwen)["weights"] == whole + 4 * whole + 8 * large
+
+
+def test_layers_without_experts_are_not_taken_for_those_with_experts():
+    """DeepSeek-V3's first three layers have none. Each further one takes what it takes where all have experts."""
+    deepseek = {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16}
+    deepseek |= {"q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    deepseek |= {"num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+    def of_two_layers(dense: int) -> float:
+        shape = LLAMA | deepseek | {"first_k_dense_replace": dense}
+        more, less = (memory_of(1, architecture=shape | {"num_hidden_layers": layers}) for layers in (9, 7))
+        return more["activations"] - less["activations"]
+
+    assert of_two_layers(3) == pytest.approx(of_two_layers(0))
 
 
 def test_memory_of_tensor_parallelism(monkeypatch):

@@ -88,14 +88,14 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def measured(what: str) -> list | float:
-    """What another process prints that measures this, with the words of the command line."""
+    """What another process prints that measures this, with the same options."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", what]
     return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the timed passes; memory is measured once")
     parser.add_argument("--vocab-size", type=int, default=50_257)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)
