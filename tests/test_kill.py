@@ -205,7 +205,8 @@ class Watch:
             self.look()
             if before == self.last and self.at(moment, after, delay):
                 if moment == "export":  # An open() that was stopped while it waits starts over: then as a plain file.
-                    (self.export / "tokenizer_config.json").unlink()
+                    # There is no pipe where the export came first, because others keep the cores busy.
+                    (self.export / "tokenizer_config.json").unlink(missing_ok=True)
                 return True
             send(self.ranks, signal.SIGCONT)  # Too late, it has ended: the next one.
         if moment == "export" and self.process.poll() == 0:
