@@ -146,13 +146,14 @@ def test_packing_is_refused_where_documents_would_see_each_other(tmp_path, name,
     assert "data.packing" in done.output and name in done.output and "use none" in done.output
 
 
-def test_a_setting_that_only_the_model_knows(tmp_path):
+@pytest.mark.parametrize("head", [8, 16])
+def test_a_setting_that_only_the_model_knows(tmp_path, head):
     """Qwen3-MoE reads head_dim, and its config class does not declare it. Its 4 heads are of 32 / 4 without it."""
     config = tiny_config(tmp_path)
-    shape = SHAPE | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16}
+    shape = SHAPE | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": head}
     config["model"] = {"architecture": {"model_type": "qwen3_moe", **shape, "vocab_size": 384}}
     config["run"] |= {"max_steps": 5, "eval_every": 0}
-    assert run(tmp_path, config).weights["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 16, 32)
+    assert run(tmp_path, config).weights["model.layers.0.self_attn.q_proj.weight"].shape == (4 * head, 32)
 
 
 @pytest.mark.parametrize("size", [1, 4])
