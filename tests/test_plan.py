@@ -495,6 +495,14 @@ def test_memory_of_tensor_parallelism(monkeypatch):
     assert memory_of(2)["weights"] == 4 * (norms + (PARAMETERS - norms) / 2)
 
 
+def test_memory_of_experts_that_tensor_parallelism_would_divide(monkeypatch, capsys):
+    """The launch refuses it, see test_tensor_parallel.py."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    config = memory_config(architecture=LLAMA | {"model_type": "mixtral", "num_local_experts": 8})
+    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    assert "the launch refuses tensor parallelism of the experts of a mixtral" in capsys.readouterr().out
+
+
 def test_memory_of_a_pipeline():
     """Half of the layers, and the embedding or the output layer. The first rank holds the states of two micro-steps."""
     memory = memory_of(2, pipeline_ranks=2)
@@ -523,19 +531,46 @@ def test_memory_of_sequence_parallelism(monkeypatch):
     assert part["activations"] == pytest.approx(whole["activations"] / 2, rel=0.15)  # Not those of the weights.
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_memory_of_context_parallelism(monkeypatch, recomputes):
-    """As sequence parallelism, and keys and values of the other half of the tokens: 2 heads of 16 each, in each layer
-    or, with checkpointing, in the one that is computed again."""
+def more_than_sequence_parallelism(monkeypatch, **model) -> float:
+    """The bytes that context parallelism of 2 takes beyond sequence parallelism of 2. They are activations."""
     found = {}
     for way in "SP", "CP":
         with monkeypatch.context() as patch:
             patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
-            found[way] = memory_of(2, gradient_checkpointing=recomputes)
-    rows, keys_and_values = 2, 2
-    others = 4 * rows * TOKENS / 2 * keys_and_values * 2 * 16 * (1 if recomputes else LAYERS)
-    assert found["CP"].pop("activations") - found["SP"].pop("activations") == others
+            found[way] = memory_of(2, **model)
+    more = found["CP"].pop("activations") - found["SP"].pop("activations")
     assert found["CP"] == found["SP"]
+    return more
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_memory_of_context_parallelism(monkeypatch, recomputes):
+    """As sequence parallelism, and in each layer or, with checkpointing, in the one that is computed again: keys and
+    values of the other half of the tokens, 2 heads of 16 each; and where there is a mask, copies for 4 heads.
+
+    Of two rows, the last rank has the second half of the first one, which sees all of it, and the first half of the
+    other one, which sees itself and needs no mask. The layers share the mask."""
+    both = 4 * 2 * 16  # A head's key and value of a token, in bytes.
+    others, copies, mask = 2 * TOKENS / 2 * 2 * both, TOKENS * 4 * both, 4 * TOKENS / 2 * TOKENS
+    found = more_than_sequence_parallelism(monkeypatch, gradient_checkpointing=recomputes)
+    assert found == (1 if recomputes else LAYERS) * (others + copies) + mask
+
+
+def test_flash_attention_needs_no_mask_for_context_parallelism(monkeypatch):
+    """Nor copies: there are keys and values of the other half of the tokens, in bf16."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    others = LAYERS * 2 * TOKENS / 2 * 2 * (2 * 2 * 16)
+    assert more_than_sequence_parallelism(monkeypatch) == pytest.approx(others, rel=0.01)  # And where documents end.
+
+
+@pytest.mark.parametrize("way", ["SP", "CP"])
+def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, way):
+    """The plan says what the launch would say."""
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+    config = memory_config(attention="eager")
+    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    message = f"Memory: it is not known for this model: launch: parallelism_config_{way.lower()}_size 2 needs model.att"
+    assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.slow

@@ -180,7 +180,6 @@ def context_parallel(script: Script) -> None:
         script.replace(function, "context_parallel_size() > 1", "False")
     script.replace("ranks_per_row", "sequence_parallel_size() * context_parallel_size()", "sequence_parallel_size()")
     script.drop_statements("SharedRows.check", "one_way")
-    script.drop_field("Division.gathers_keys", False)
     script.drop_field("Documents.row_pieces", ())
     script.replace("attention_by_document", "mask_of", "causal_mask")
     script.drop_parameter("attention_by_document", "mask_of")
@@ -196,6 +195,10 @@ def shared_rows(script: Script) -> None:
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
     script.drop_statements("eval_batches", "strategy.shard")
+    script.drop_statements("PlannedLaunch.__init__", "self.strategy.ranks")
+    script.drop_statements("trace_pass", "launch.strategy.shard")
+    script.drop_call_in_with("sending_nothing")
+    script.drop_definition("DDP.check_model")
 
 
 def tensor_parallel(script: Script) -> None:
