@@ -28,11 +28,11 @@ EXPERTS = "--model.architecture.model_type", "mixtral", "--model.architecture.nu
 EXPERTS += "--model.architecture.num_experts_per_tok", "2"
 DIVIDED = "--model.expert_ranks", "2"
 CASES = {  # Launcher file, number of processes, settings.
-    "one process": ("cpu", 1, ()),
-    "one process, checkpointing": ("cpu", 1, CHECKPOINTING),
-    "one process, chunked loss": ("cpu", 1, CHUNKED),
-    "one process, both": ("cpu", 1, CHECKPOINTING + CHUNKED),
-    "one process, one micro-step": ("cpu", 1, ONE_PASS),
+    "one process": ("single", 1, ()),
+    "one process, checkpointing": ("single", 1, CHECKPOINTING),
+    "one process, chunked loss": ("single", 1, CHUNKED),
+    "one process, both": ("single", 1, CHECKPOINTING + CHUNKED),
+    "one process, one micro-step": ("single", 1, ONE_PASS),
     "DDP 2": ("cpu", 2, ()),
     "DDP 2, both": ("cpu", 2, CHECKPOINTING + CHUNKED),
     "DDP 2, one micro-step": ("cpu", 2, ONE_PASS),
@@ -46,7 +46,7 @@ CASES = {  # Launcher file, number of processes, settings.
     "sequence parallelism 2, both": ("sequence_parallel", 2, CHECKPOINTING + CHUNKED),
     "context parallelism 2": ("context_parallel", 2, ()),
     "context parallelism 2, both": ("context_parallel", 2, CHECKPOINTING + CHUNKED),
-    "experts, one process": ("cpu", 1, EXPERTS),
+    "experts, one process": ("single", 1, EXPERTS),
     "experts, DDP 2": ("cpu", 2, EXPERTS),
     "experts, FSDP2 2": ("fsdp2", 2, EXPERTS),
     "experts, FSDP2 2, both": ("fsdp2", 2, EXPERTS + CHECKPOINTING + CHUNKED),
