@@ -322,6 +322,12 @@ case("everything left out", {"data.files": ["DATA/docs/*.txt", "!*docs*"]}, "dat
 case("only patterns to leave out", {"data.files": ["!*.txt"]}, "data.files", "!*.txt")
 case("file types mixed", {"data.files": ["DATA/docs/0.txt", "DATA/good.jsonl"]}, "data.files", ".txt", ".jsonl")
 case("a file for a source", {"data.eval_source": "a.jsonl"}, "data.eval_source: a source is", "files: FILE")
+case(
+    "a file as path",
+    {"data.files": [], "data.path": "TMP/rows.jsonl"},
+    "data: cannot load TMP/rows.jsonl: it is a file; name it in the list `files`, in place of `path`",
+    make=jsonl({"text": "a"}),
+)
 case("empty file", {"data.files": "TMP/empty.txt"}, "data", "no target", make=file("empty.txt"))
 case("empty table", ROWS, "data", "TMP/rows.jsonl", make=jsonl())
 case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
