@@ -29,7 +29,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
         r"^ +64 +[\d.]+ MiB [\d.]+ s +[\d.]+ MiB [\d.]+ s +[\d.]+, [\d.]+$",
     ),
     "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
-    "memory": ("--width 64 --only ^DDP.2$", r"^DDP 2 +[\d.]+ +[\d.]+ +[\d.]+$"),
+    "memory": ("--width 64 --only ^DDP.2$", r"^DDP 2( +[\d.]+){4}$"),
     "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
     "precision": ("--tiny --steps 3", r"^bf16, FSDP2 +[\d.]+( +-?\d\.\de[+-]\d\d){4}$"),
     "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
