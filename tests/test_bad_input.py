@@ -403,10 +403,8 @@ case("chat for text", ROWS, "data.column", "'text'", "data.format chat", make=js
 case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1}, {"text": 2}))
 case(
     "chat without a template",
-    CHAT,
-    "data.tokenizer",
-    "no chat template",
-    "data.chat_template",
+    CHAT | {"data.tokenizer": "DATA/tokenizer"},
+    "data.chat_template (null: that of the tokenizer): it must mark the assistant's turns by {% generation %} and",
     make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
 )
 case(
@@ -454,8 +452,7 @@ case(
 case(
     "tokenizer that cannot tell who speaks",
     TEMPLATE | {"data.tokenizer": "bytes"},
-    "data.tokenizer",
-    "bytes",
+    "data.tokenizer bytes: is not a fast tokenizer, which alone tells the assistant's tokens",
     make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
 )
 case(
