@@ -786,7 +786,8 @@ case("output_dir in use", {}, "run.output_dir", "TMP/out", "in use by another ru
 case("unknown tracker", {"run.trackers": ["wandbb"]}, "run.trackers", "wandbb", "tensorboard")
 case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dvclive", "install")
 case("resume path missing", {"run.resume": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
-case("resume path foreign", {"run.resume": "DATA/model"}, "DATA/model/manifest.json", "No such file")
+case("resume path foreign", {"run.resume": "DATA/docs"}, "DATA/docs/manifest.json", "No such file")
+case("resume from a model", {"run.resume": "DATA/model"}, "DATA/model is a model, and no checkpoint")
 case("resume from the run folder", {"run.resume": "TMP/out"}, "TMP/out/manifest.json", "No such file")
 case(
     "foreign manifest",
@@ -859,6 +860,12 @@ case(
     "at least 4 steps",
     "new run.output_dir",
     make=trained(),
+)
+case(
+    "init_from of a model",
+    {"run.init_from": "DATA/model"},
+    "DATA/model is a model, and no checkpoint",
+    "model.pretrained",
 )
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case(
