@@ -9,6 +9,7 @@ host       how often the host waits for the GPU in a step without a log line, an
 launchers  each file of accelerate_configs/ as it is, with one process
 speed      configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile,
            gradient checkpointing and chunked loss
+memory     the peak of a step's tensors, with and without gradient checkpointing, to what --plan calculates
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
 auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
@@ -20,9 +21,9 @@ save       how long a save of four layers holds up training
 It runs the real command with the versions that are installed, without any network, and reads metrics.jsonl; timed runs
 are killed after the steps they are for, before they would save. What does not fit into the minutes is left out, and
 named; give --part for the next slice. FOLDER/results.jsonl gets one line for each case. Exit status 1 if a check fails
-or, on a GPU whose peak is known, if a goal is missed: MFU of 50 % with compile, an overhead of 1 %, float8 1.25 times
-as fast as bf16, packed rows as fast as full ones, and faster than Trainer and TRL; 2 if a library is missing. --tiny
-shrinks everything, so that it also runs on a CPU, where it shows no speed.
+or, on a GPU whose peak is known, if a goal is missed: MFU of 50 % with compile, memory within 10 % of the plan, an
+overhead of 1 %, float8 1.25 times as fast as bf16, packed rows as fast as full ones, and faster than Trainer and TRL; 2
+if a library is missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows no speed.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +45,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 CONTENDERS = ROOT / "tests" / "benchmarks" / "gpu_contenders.py"
 PARTS = (
-    *("attention", "check", "resume", "host", "launchers", "speed", "events"),
+    *("attention", "check", "resume", "host", "launchers", "speed", "memory", "events"),
     *("packed", "auto", "float8", "overhead", "others", "save"),
 )
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
@@ -373,6 +375,27 @@ class Bench:
     def speed(self) -> None:
         for name, settings in SPEED.items():
             self.measure(name, self.size.rows, self.size.micro_batch, *settings)
+
+    def memory(self) -> None:
+        """Without compile, whose code holds less than the plan knows of."""
+        for name in "eager", "checkpointing":
+            one = self.measure(name, self.size.rows, self.size.micro_batch, *SPEED[name])
+            if one:
+                planned = self.planned_memory(*SPEED[name])
+                ratio = planned / one["memory"]
+                print(f"\n{name}: the plan's {planned:.3f} GiB, to what was measured: {ratio:.2f}", flush=True)
+                self.note(f"memory, {name}", planned=planned, measured=one["memory"])
+                if one["mfu"] and abs(ratio - 1) > 0.1:
+                    self.failed.append(f"memory, {name}: the plan is {ratio:.2f} times what was measured")
+
+    def planned_memory(self, *settings) -> float:
+        """GiB of one device in bf16."""
+        config, overrides = ROOT / "configs" / "pretrain_1b.yaml", self.overrides(self.size.rows, self.size.micro_batch)
+        words = [*overrides, *settings, "--perf.device_memory_gib", 1000, "--plan", 1]
+        command = [sys.executable, ROOT / "train.py", "--config", config, *words]
+        environment = self.environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        table = subprocess.run(list(map(str, command)), env=environment, stdout=-1, text=True, check=True).stdout
+        return float(re.search(r"all\n\s*1 .* ([\d.]+)", table).group(1))
 
     def events(self) -> None:
         """A line per step makes the host wait in each. With fewer, CUDA events have to tell the phases apart."""

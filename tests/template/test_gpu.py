@@ -16,7 +16,19 @@ import pytest
 def test_the_gpu_benchmark_runs(tmp_path):
     command = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny", "--folder", tmp_path]
     done = subprocess.run(
-        [*command, "--minutes", "25", "--part", "attention", "resume", "host", "float8", "overhead", "others"],
+        [
+            *command,
+            "--minutes",
+            "25",
+            "--part",
+            "attention",
+            "resume",
+            "host",
+            "memory",
+            "float8",
+            "overhead",
+            "others",
+        ],
         capture_output=True,
         text=True,
         timeout=1600,
@@ -28,6 +40,7 @@ def test_the_gpu_benchmark_runs(tmp_path):
         r"\| killed and continued \| [\d.]+ \| [\d.e+-]+ \| 1e-03 \|",
         r"The host waits 0 times in a step",
         r"\| compile \| 2 x 4 \| [\d,]+ \| unknown peak \|",
+        r"checkpointing: the plan's [\d.]+ GiB, to what was measured: [\d.]+",
         r"Overhead of train.py: [+-]",
         r"Real tokens per second with packing concat, to full rows: [\d.]+",
         r"\| Trainer \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
