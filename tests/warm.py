@@ -149,7 +149,10 @@ def serve(path: str):
 
 
 def warm_up() -> None:
-    """What libraries work out when they first do something. It starts no threads, which a fork would lose."""
+    """What libraries work out when they first do something. It starts no threads, which a fork would lose.
+
+    No backward pass: after one, torch's builds for GPUs refuse any in a forked process.
+    """
     import torch
     import transformers
     from torch.utils.flop_counter import FlopCounterMode
@@ -163,7 +166,7 @@ def warm_up() -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False):
         model.to_empty(device="cpu")
-        model(input_ids=torch.ones(1, 17, dtype=torch.long), use_cache=False).logits.sum().backward()
+        model(input_ids=torch.ones(1, 17, dtype=torch.long), use_cache=False)
 
 
 @functools.cache
