@@ -21,7 +21,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import numpy as np
 import transformers
 from accelerate import Accelerator
-from torch.distributed.checkpoint import staging
 
 import train
 
@@ -55,7 +54,7 @@ def main() -> int:
     optimizers = train.build_optimizer(bare, train.Optim())
     model, *_ = accelerator.prepare(bare, *optimizers)
     size = sum(tensor.nbytes for tensor in train.trained_state(model, optimizers).values())  # Makes them.
-    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    stager = train.StateDictStager()
     content, rounds = memoryview(np.random.default_rng(0).bytes(size)), []
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
