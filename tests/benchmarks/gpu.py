@@ -516,7 +516,7 @@ class Bench:
 
     def save(self) -> None:
         """Seconds that training waits for a save, beside those of a step."""
-        settings = "--run.save_every", 5, "--run.keep_checkpoints", 1, "--run.max_steps", 15
+        settings = "--run.save_every", 5, "--run.keep_checkpoints", 1, "--run.max_steps", 15, "--optim.warmup_steps", 0
         few = "--model.architecture.num_hidden_layers", min(4, self.size.architecture.get("num_hidden_layers", 4))
         config, rows = ROOT / "configs" / "pretrain_1b.yaml", self.size.rows
         lines = self.train("save", config, *self.overrides(rows, self.size.micro_batch), *few, *settings)

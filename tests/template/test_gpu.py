@@ -28,6 +28,7 @@ def test_the_gpu_benchmark_runs(tmp_path):
             "float8",
             "overhead",
             "others",
+            "save",
         ],
         capture_output=True,
         text=True,
@@ -45,8 +46,9 @@ def test_the_gpu_benchmark_runs(tmp_path):
         r"Real tokens per second with packing concat, to full rows: [\d.]+",
         r"\| Trainer \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
         r"\| TRL \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
+        r"3 saves of \d layers: training waited [\d.]+ s, a step takes [\d.]+ s",
         "Left out: float8, which needs torchao and a GPU",
     ):
         assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
     cases = [json.loads(line)["case"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert cases[0] == "machine" and {"host", "compile", "bare", "Trainer", "TRL"} < set(cases)
+    assert cases[0] == "machine" and {"host", "compile", "bare", "Trainer", "TRL", "save"} < set(cases)
