@@ -404,7 +404,7 @@ case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1},
 case(
     "chat without a template",
     CHAT | {"data.tokenizer": "DATA/tokenizer"},
-    "data.chat_template (null: that of the tokenizer): it must mark the assistant's turns by {% generation %} and",
+    "data.chat_template: null, that of DATA/tokenizer: it must mark the assistant's turns by {% generation %} and",
     make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
 )
 case(
@@ -451,8 +451,8 @@ case(
 )
 case(
     "tokenizer that cannot tell who speaks",
-    TEMPLATE | {"data.tokenizer": "bytes"},
-    "data.tokenizer bytes: is not a fast tokenizer, which alone tells the assistant's tokens",
+    TEMPLATE | {"data.tokenizer": None},
+    "data.tokenizer: bytes is not a fast tokenizer; only fast ones tell the assistant's tokens; name another one",
     make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
 )
 case(

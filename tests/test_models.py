@@ -156,6 +156,18 @@ def test_a_setting_that_only_the_model_knows(tmp_path, head):
     assert run(tmp_path, config).weights["model.layers.0.self_attn.q_proj.weight"].shape == (4 * head, 32)
 
 
+def test_a_switch_that_only_the_model_knows():
+    """With router_bias, the router of a LongCat-Flash has a weight more. Its config class does not declare it."""
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 32, "moe_topk": 1}
+    shape |= {"expert_ffn_hidden_size": 32, "n_routed_experts": 2, "zero_expert_num": 1, "kv_lora_rank": 8}
+    shape |= {"q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    for switch in True, False:
+        found = transformers.AutoConfig.for_model("longcat_flash", **shape, router_bias=switch)
+        assert train.shapes_weights("router_bias", found)
+    found = transformers.AutoConfig.for_model("longcat_flash", **shape, ruoter_bias=True)
+    assert not train.shapes_weights("ruoter_bias", found)
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
     model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")

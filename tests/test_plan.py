@@ -381,15 +381,21 @@ LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": WIDTH, "interm
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def memory_config(batch: dict | None = None, tokens: int = TOKENS, **model) -> train.Config:
+def memory_config(batch: dict | None = None, tokens: int = TOKENS, packing: str = "none", **model) -> train.Config:
     batch = {"global_batch_size": 16, "max_micro_batch_size": 2} | (batch or {})
-    data = {"path": "absent", "format": "tokens", "packing": "none", "sequence_length": tokens}
+    data = {"path": "absent", "format": "tokens", "packing": packing, "sequence_length": tokens}
     settings = {"run": {"max_steps": 1}, "batch": batch, "data": data, "model": {"architecture": LLAMA} | model}
     return train.Config.model_validate(settings)
 
 
-def memory_of(processes: int, batch: dict | None = None, tokens: int = TOKENS, **model) -> dict[str, float]:
-    config = memory_config(batch, tokens, **model)
+@pytest.fixture(autouse=True)
+def nothing_traced():
+    """What is remembered of passes is that of one launcher file."""
+    train.TRACED.clear()
+
+
+def memory_of(processes: int, batch: dict | None = None, tokens: int = TOKENS, **others) -> dict[str, float]:
+    config = memory_config(batch, tokens, **others)
     return train.memory_per_device(train.PlannedLaunch(config, processes), train.planned_model(config))
 
 
@@ -500,7 +506,7 @@ def test_memory_of_experts_that_tensor_parallelism_would_divide(monkeypatch, cap
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     config = memory_config(architecture=LLAMA | {"model_type": "mixtral", "num_local_experts": 8})
     train.say_memory(config, [train.PlannedLaunch(config, 2)])
-    assert "the launch refuses tensor parallelism of the experts of a mixtral" in capsys.readouterr().out
+    assert "that of a mixtral's experts under tensor parallelism is not calculated" in capsys.readouterr().out
 
 
 def test_memory_of_a_pipeline():
@@ -526,34 +532,52 @@ def test_memory_of_sequence_parallelism(monkeypatch):
     """Half of the tokens are half of all that is as long as the tokens."""
     whole = memory_of(2)
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    train.TRACED.clear()
     part = memory_of(2)
     assert part["weights"] == whole["weights"]
     assert part["activations"] == pytest.approx(whole["activations"] / 2, rel=0.15)  # Not those of the weights.
 
 
-def more_than_sequence_parallelism(monkeypatch, **model) -> float:
+def more_than_sequence_parallelism(monkeypatch, **settings) -> float:
     """The bytes that context parallelism of 2 takes beyond sequence parallelism of 2. They are activations."""
     found = {}
     for way in "SP", "CP":
         with monkeypatch.context() as patch:
             patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
-            found[way] = memory_of(2, **model)
+            train.TRACED.clear()
+            found[way] = memory_of(2, **settings)
     more = found["CP"].pop("activations") - found["SP"].pop("activations")
     assert found["CP"] == found["SP"]
     return more
 
 
+BOTH = 4 * 2 * 16  # A head's key and value of a token, in bytes.
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_memory_of_context_parallelism(monkeypatch, recomputes):
+def test_memory_of_context_parallelism(monkeypatch, recomputes, packing):
     """As sequence parallelism, and in each layer or, with checkpointing, in the one that is computed again: keys and
     values of the other half of the tokens, 2 heads of 16 each; and where there is a mask, copies for 4 heads.
 
     Of two rows, the last rank has the second half of the first one, which sees all of it, and the first half of the
-    other one, which sees itself and needs no mask. The layers share the mask."""
-    both = 4 * 2 * 16  # A head's key and value of a token, in bytes.
-    others, copies, mask = 2 * TOKENS / 2 * 2 * both, TOKENS * 4 * both, 4 * TOKENS / 2 * TOKENS
-    found = more_than_sequence_parallelism(monkeypatch, gradient_checkpointing=recomputes)
+    other one, which sees itself and needs no mask. The layers share the mask. That a document can fill its row is so
+    with packing, too."""
+    others, copies, mask = 2 * TOKENS / 2 * 2 * BOTH, TOKENS * 4 * BOTH, 4 * TOKENS / 2 * TOKENS
+    found = more_than_sequence_parallelism(monkeypatch, gradient_checkpointing=recomputes, packing=packing)
     assert found == (1 if recomputes else LAYERS) * (others + copies) + mask
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 4096])
+def test_memory_of_the_rank_that_takes_most(monkeypatch, tokens):
+    """Of a single row in 4 pieces, the first rank has the first and the last one. The first one needs no mask, and so
+    the keys and values that all have sent stay. The last one sees all tokens. Rank 1 has the pieces between, which
+    need masks: it keeps copies instead of what was sent. There are more of them, and its masks are larger."""
+    first = LAYERS * (tokens / 2 * 2 * BOTH + tokens * 4 * BOTH) + 4 * tokens / 4 * tokens
+    last = LAYERS * (-tokens / 2 * 2 * BOTH + (2 + 3) * tokens / 4 * 4 * BOTH) + 4 * tokens / 4 * (2 + 3) * tokens / 4
+    assert (first > last) == (tokens == TOKENS)
+    found = more_than_sequence_parallelism(monkeypatch, batch={"global_batch_size": 1}, tokens=tokens)
+    assert found == max(first, last)
 
 
 def test_flash_attention_needs_no_mask_for_context_parallelism(monkeypatch):

@@ -385,6 +385,15 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
         assert difference(*saved) == 0
 
 
+def test_a_config_beside_a_checkpoint(again, tmp_path):
+    """Somebody has put it there, to open the weights by other tools."""
+    config, first = again
+    shutil.copy(first.folder / "model" / "config.json", first.folder / "checkpoints" / "step-00000025")
+    shutil.rmtree(first.folder / "checkpoints" / "step-00000030")
+    done = run(tmp_path, config)
+    assert done.launches == [0, 25] and "passed over" not in done.output
+
+
 def test_init_from(whole, tmp_path):
     """A new run from a checkpoint's weights: step 1, warmup, a fresh optimizer, as the plain loop from that model."""
     config, first = whole

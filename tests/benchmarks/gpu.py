@@ -380,22 +380,25 @@ class Bench:
         """Without compile, whose code holds less than the plan knows of."""
         for name in "eager", "checkpointing":
             one = self.measure(name, self.size.rows, self.size.micro_batch, *SPEED[name])
-            if one:
-                planned = self.planned_memory(*SPEED[name])
+            planned = one and self.planned_memory(*SPEED[name])
+            if planned:
                 ratio = planned / one["memory"]
                 print(f"\n{name}: the plan's {planned:.3f} GiB, to what was measured: {ratio:.2f}", flush=True)
                 self.note(f"memory, {name}", planned=planned, measured=one["memory"])
                 if one["mfu"] and abs(ratio - 1) > 0.1:
                     self.failed.append(f"memory, {name}: the plan is {ratio:.2f} times what was measured")
 
-    def planned_memory(self, *settings) -> float:
-        """GiB of one device in bf16."""
+    def planned_memory(self, *settings) -> float | None:
+        """GiB of one device in bf16. None, and a note, if the plan does not know."""
         config, overrides = ROOT / "configs" / "pretrain_1b.yaml", self.overrides(self.size.rows, self.size.micro_batch)
         words = [*overrides, *settings, "--perf.device_memory_gib", 1000, "--plan", 1]
         command = [sys.executable, ROOT / "train.py", "--config", config, *words]
         environment = self.environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        table = subprocess.run(list(map(str, command)), env=environment, stdout=-1, text=True, check=True).stdout
-        return float(re.search(r"all\n\s*1 .* ([\d.]+)", table).group(1))
+        said = subprocess.run(list(map(str, command)), env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        found = re.search(r"all\n\s*1 .* ([\d.]+)", said.stdout)
+        if not found:
+            return self.failed.append(f"the plan's memory: {said.stdout[-300:]}")
+        return float(found.group(1))
 
     def events(self) -> None:
         """A line per step makes the host wait in each. With fewer, CUDA events have to tell the phases apart."""

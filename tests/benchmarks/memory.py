@@ -1,6 +1,6 @@
 """Is the memory that --plan calculates what a step takes? Each strategy on CPU processes, and the share of the two.
 
-    python tests/benchmarks/memory.py [--width 384] [--length 256] [--only PATTERN]
+    python tests/benchmarks/memory.py [--width 384] [--length 256] [--only PATTERN ...]
 
 A Llama in float32 is trained for some steps by `accelerate launch`, with the launcher files that ship. What is measured
 is the peak of a rank's resident memory in the last step, as Linux counts it, less what the process held before it had a
@@ -147,16 +147,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--only", default="", help="a pattern of the cases to measure")
+    parser.add_argument("--only", nargs="+", default=[""], help="patterns of the cases to measure")
     args = parser.parse_args()
+    names = [name for name in CASES if any(re.search(pattern, name) for pattern in args.only)]
+    if not names:
+        parser.error(f"--only matches none of: {'; '.join(CASES)}")
     worst = 0.0
     print("GiB per device               calculated  measured  of it libraries  share", flush=True)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as tiny_folder:
         config = write_config(Path(folder), args.width, args.length)
         tiny_config = write_config(Path(tiny_folder), *TINY)
-        for name in CASES:
-            if not re.search(args.only, name):
-                continue
+        for name in names:
             tiny, measured = calculated_and_measured(tiny_config, name)
             libraries = measured - tiny
             calculated, measured = calculated_and_measured(config, name)

@@ -195,8 +195,13 @@ def shared_rows(script: Script) -> None:
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
     script.drop_statements("eval_batches", "strategy.shard")
-    script.drop_statements("PlannedLaunch.__init__", "self.strategy.ranks")
+    script.drop_statements("trace_pass", "launch.strategy.ranks")
     script.drop_statements("trace_pass", "launch.strategy.shard")
+    script.drop_statements("memory_of_passes", "ranks_per_row")
+    traced = "traced(config, found, layers, launch, rank)"
+    script.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=Pass.peak)", traced)
+    script.drop_parameter("trace_pass", "rank", 0)
+    script.drop_parameter("traced", "rank", 0)
     script.drop_call_in_with("sending_nothing")
     script.drop_definition("DDP.check_model")
 
@@ -244,6 +249,7 @@ def deepspeed(script: Script) -> None:
 def memory_plan(script: Script) -> None:
     script.drop_setting("perf.device_memory_gib", None)
     script.drop_definition("DDP.division")
+    script.drop_definition("DDP.check_model")
 
 
 def chat(script: Script) -> None:
