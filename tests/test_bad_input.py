@@ -903,11 +903,18 @@ case("unknown override", {}, "unknown key", "did you mean run.max_steps", argv=[
 case(
     "abbreviated override",
     {},
-    "max_steps: unknown key",
+    "command line: max_steps: unknown key",
     "did you mean run.max_steps",
     argv=[*CONFIG, "--max_steps", "3"],
 )
-case("override of a wrong type", {}, "run.max_steps", "integer", "'ten'", argv=[*CONFIG, "--run.max_steps", "ten"])
+case(
+    "override of a wrong type",
+    {},
+    "command line: run.max_steps",
+    "integer",
+    "'ten'",
+    argv=[*CONFIG, "--run.max_steps", "ten"],
+)
 case("override is no yaml", {}, "--data.files", argv=[*CONFIG, "--data.files", "[a"])
 case("override below a field", {}, "run.max_steps", "integer", argv=[*CONFIG, "--run.max_steps.more", "3"])
 case("plan without counts", {}, "--plan", argv=[*CONFIG, "--plan"])

@@ -36,13 +36,13 @@ def load(tmp_path):
 
 @pytest.fixture
 def refusal(load, tmp_path):
-    """The message with which load() refuses, one problem per line, without the file's name; None if it accepts."""
+    """The message with which load() refuses, one problem per line, without where they are; None if it accepts."""
 
     def refusal(*words, text=GOOD):
         try:
             load(*words, text=text)
         except train.UserError as error:
-            return str(error).replace(f"{tmp_path / 'config.yaml'}", "").replace("\n: ", "\n").removeprefix(": ")
+            return str(error).removeprefix("command line: ").removeprefix(f"{tmp_path / 'config.yaml'}: ")
 
     return refusal
 
