@@ -597,6 +597,14 @@ def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, way):
     assert capsys.readouterr().out.startswith(message)
 
 
+def test_memory_of_a_model_without_a_plan_for_tensor_parallelism(monkeypatch, capsys):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    config = memory_config(architecture={"model_type": "gpt2", "vocab_size": 384, "n_embd": 24, "n_layer": 2})
+    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    message = "Memory: it is not known for this model: launch: parallelism_config_tp_size 2: transformers has no plan"
+    assert capsys.readouterr().out.startswith(message)
+
+
 @pytest.mark.slow
 def test_memory_of_8_billion_parameters(tmp_path, monkeypatch, capsys):
     """Each takes 16 bytes with DDP, 4 of them for its weight. On 64 devices of 80 GiB, FSDP2 and more make it fit."""

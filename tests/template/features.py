@@ -203,7 +203,6 @@ def shared_rows(script: Script) -> None:
     script.drop_parameter("trace_pass", "rank", 0)
     script.drop_parameter("traced", "rank", 0)
     script.drop_call_in_with("sending_nothing")
-    script.drop_definition("DDP.check_model")
 
 
 def tensor_parallel(script: Script) -> None:
