@@ -195,6 +195,7 @@ def shared_rows(script: Script) -> None:
     script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
     script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
     script.drop_statements("eval_batches", "strategy.shard")
+    script.drop_statements("trace_pass", "rank_in_group")
     script.drop_statements("trace_pass", "launch.strategy.ranks")
     script.drop_statements("trace_pass", "launch.strategy.shard")
     script.drop_statements("memory_of_passes", "ranks_per_row")
