@@ -49,6 +49,10 @@ CASES = []
 CONFIG = ["--config", "TMP/config.yaml"]
 
 
+def architecture(**settings):
+    return {"model.architecture": LLAMA | settings}
+
+
 def case(name, changes, *words, make=lambda tmp, data: None, argv=CONFIG, env=None, text=None):
     CASES.append(pytest.param(changes, words, make, argv, env or {}, text, id=name.replace(" ", "-")))
 
@@ -78,7 +82,14 @@ case(
     "max_steps",
     text="run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n",
 )
-case("config is a list", {}, "TMP/config.yaml", "dictionary", "['run', 'batch']", text="- run\n- batch\n")
+case("config is a list", {}, "TMP/config.yaml: its top level must be sections", text="- run\n- batch\n")
+case(
+    "config is a list, and there is an override",
+    {},
+    "TMP/config.yaml: its top level must be sections",
+    text="- run\n- batch\n",
+    argv=[*CONFIG, "--run.seed", "1"],
+)
 case("config is a word", {}, "TMP/config.yaml", "run", "dictionary", text="run\n")
 case("config is empty", {}, "TMP/config.yaml", "exactly one of", text="")
 case("config is binary", {}, "TMP/config.yaml", "utf-8", make=file("config.yaml", b"\xff\xfe"))
@@ -410,8 +421,7 @@ case(
 case(
     "chat template missing",
     CHAT | {"data.chat_template": "TMP/nope.jinja"},
-    "data.",
-    "TMP/nope.jinja",
+    "data.chat_template: cannot read TMP/nope.jinja from TMP",
     "No such file",
     make=jsonl({"messages": []}),
 )
@@ -494,6 +504,11 @@ case(
 )
 case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=jsonl(*[{"input_ids": [1]}] * 9))
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
+case(
+    "vocabulary smaller than the tokenizer's",
+    architecture(vocab_size=10),
+    "model: cannot build llama: its vocab_size 10 is less than the 384 of the tokenizer",
+)
 case("negative token", TOKENS, "-7", "vocabulary", make=jsonl(*[{"input_ids": [1, -7]}] * 9))
 case(
     "mask among the tokens",
@@ -594,10 +609,6 @@ def model_with_code(tmp, data):
 def adapter(tmp, data):
     (tmp / "model").mkdir()
     (tmp / "model" / "adapter_config.json").write_text("{}")
-
-
-def architecture(**settings):
-    return {"model.architecture": LLAMA | settings}
 
 
 case("tokenizer folder missing", {"data.tokenizer": "./TMP/nope"}, "data.tokenizer", "TMP/nope", "folder")
@@ -928,6 +939,13 @@ case(
     "does not divide the 3 processes",
     argv=[*CONFIG, "--plan", "3"],
     env={"PARALLELISM_CONFIG_SP_SIZE": "2"},
+)
+case(
+    "a group of no number",
+    {},
+    "launch: PARALLELISM_CONFIG_SP_SIZE is ''; give a number of processes",
+    argv=[*CONFIG, "--plan", "2"],
+    env={"PARALLELISM_CONFIG_SP_SIZE": ""},
 )
 case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})

@@ -385,6 +385,24 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
         assert difference(*saved) == 0
 
 
+def test_a_run_that_is_there_goes_before_the_checkpoint_that_is_named(again, tmp_path):
+    """So that the same command continues it. It may be another run than the user thinks, and so a line tells."""
+    config, first = again
+    shutil.rmtree(first.folder / "checkpoints" / "step-00000030")
+    done = run(tmp_path, config, "--run.resume", tmp_path / "nowhere")
+    assert done.launches == [0, 25] and f"run.resume {tmp_path / 'nowhere'} is not read" in done.output
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_a_cache_that_cannot_be_written(whole, tmp_path, monkeypatch, make):
+    make(tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path / "cache"))
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"the cache of data sets, {tmp_path / 'cache'}, cannot be used; set HF_HOME" in done.output
+    assert "the same command continues" not in done.output
+
+
 def test_a_config_beside_a_checkpoint(again, tmp_path):
     """Somebody has put it there, to open the weights by other tools."""
     config, first = again

@@ -259,7 +259,6 @@ def chat(script: Script) -> None:
     script.drop_setting("data.special_tokens", [])
     script.drop_element("FORMATS", "chat")
     script.drop_clause("Data.format", "role and content")
-    script.drop_clause("load_tokenizer", "data.chat_template")
 
 
 FEATURES = {
