@@ -339,8 +339,8 @@ case(
     "data: cannot load TMP/rows.jsonl: it is a file; name it in the list `files`, in place of `path`",
     make=jsonl({"text": "a"}),
 )
-case("empty file", {"data.files": "TMP/empty.txt"}, "data", "no target", make=file("empty.txt"))
-case("empty table", ROWS, "data", "TMP/rows.jsonl", make=jsonl())
+case("empty file", {"data.files": "TMP/empty.txt"}, "TMP/empty.txt: it is empty", make=file("empty.txt"))
+case("empty table", ROWS, "data: cannot load TMP/rows.jsonl: it is empty", make=jsonl())
 case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
 case(
     "not utf-8",
