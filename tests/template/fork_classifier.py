@@ -34,7 +34,7 @@ def edit(script: Script) -> None:
     script.drop_definition("check_token_ids")
     script.drop_field("Setup.vocabulary")
     script.drop_statements("build_setup", "vocabulary_size")
-    script.drop_statements("build_model", "resize_token_embeddings")
+    script.drop_definition("extend_embeddings")
     script.drop_element("model_config", "vocab_size")
     for function in "model_config", "build_model":
         script.drop_parameter(function, "vocab_size")
