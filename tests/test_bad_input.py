@@ -941,6 +941,12 @@ case(
     env={"PARALLELISM_CONFIG_SP_SIZE": "2"},
 )
 case(
+    "wrong in the file, beside an override of almost this name",
+    {"run.seeds": 1},
+    "TMP/config.yaml: run.seeds: unknown key",
+    argv=[*CONFIG, "--run.seed", "2"],
+)
+case(
     "a group of no number",
     {},
     "launch: PARALLELISM_CONFIG_SP_SIZE is ''; give a number of processes",
