@@ -351,6 +351,24 @@ case(
     make=file("latin.txt", "Müll".encode("latin-1") * 99),
 )
 case(
+    "not utf-8 in a jsonl",
+    ROWS,
+    "data.column: 'text', in the part from row 0 on, counted from 0: ",
+    "Invalid UTF8",
+    "index 1",
+    make=file("rows.jsonl", '{"text": "fine"}\n{"text": "Müll"}\n{"text": "fine"}\n'.encode("latin-1")),
+)
+case(
+    "not utf-8 in a chat",
+    TEMPLATE,
+    "data.column: 'messages', in the part from row 0 on, counted from 0: ",
+    "Invalid UTF8",
+    make=file(
+        "rows.jsonl",
+        '{"messages": [{"role": "user", "content": "Müll"}, {"role": "assistant", "content": "b"}]}'.encode("latin-1"),
+    ),
+)
+case(
     "unknown split",
     {"data.files": [], "data.path": "DATA/table", "data.split": "tran"},
     "data",
