@@ -157,12 +157,7 @@ class Watch:
                 return
             metrics, self.size = self.done.metrics, size
             began = [line["step"] for line in metrics if "plan/num_processes" in line]
-            if self.began is None and len(began) == self.launches:
-                # The first line of a launch: by now it has the folder. Others may be about to end, but not train on.
-                since = time.monotonic()
-                while alive(self.orphans) and time.monotonic() - since < 5:
-                    time.sleep(0.02)
-                assert not alive(self.orphans), "ranks of a killed launcher beside a new run"
+            if self.began is None and len(began) == self.launches:  # The first line of a launch: it has the folder.
                 self.began = began[-1]
             if self.last != metrics[-1]["step"]:
                 self.last, self.changed = metrics[-1]["step"], time.monotonic()
@@ -214,6 +209,14 @@ class Watch:
         send(self.ranks, signal.SIGKILL)
         kill_tree(self.process)
         raise AssertionError(f"{moment} was not reached after step {self.last}:\n{self.process.communicate()[0]}")
+
+
+def assert_gone(orphans: list[psutil.Process]) -> None:
+    """Ranks of a killed launcher may be about to end when the next launch gets their folder, but not train on."""
+    since = time.monotonic()
+    while alive(orphans) and time.monotonic() - since < 5:
+        time.sleep(0.02)
+    assert not alive(orphans), "ranks of a killed launcher beside a new run"
 
 
 def kill(victim: str, process: subprocess.Popen, ranks: list[psutil.Process], rank: psutil.Process) -> None:
@@ -270,6 +273,7 @@ def test_killed_in_every_way(whole, tmp_path):
             process, launches = start(tmp_path, config, processes=count, warm=victim == "all"), launches + 1
             watch = Watch(process, count, done, launches, orphans)
             frozen = watch.freeze(moment, after, delay)
+        assert_gone(orphans)  # Not before: meanwhile the new launch would go on, maybe to its last step.
         logged, left = steps_logged(done), drafts(done.folder)
         assert logged == list(range(1, len(logged) + 1))
         complete = sorted((done.folder / "checkpoints").glob("step-*"))
