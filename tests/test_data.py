@@ -295,6 +295,29 @@ def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
     assert "cannot use messages as chat: row 199, counted from 0: UndefinedError: " in message
 
 
+@pytest.mark.parametrize("packing, counts", [("none", "3 of 5"), ("concat", "2 of 4"), ("best_fit", "2 of 4")])
+def test_rows_without_a_target_are_counted(tmp_path, capsys, packing, counts):
+    """Rows of at most 4 tokens: none AAAA|A|BBBB|Bb|ccc, concat AAAA|ABBB|BbbC|cc, best fit AAAA|BBBB|cccA|Bb. In the
+    loss are the small letters, without the first of a piece."""
+    rows = [
+        {"input_ids": [3] * 5, "labels": [-100] * 5},
+        {"input_ids": [4] * 6, "labels": [-100] * 4 + [4] * 2},
+        {"input_ids": [5] * 3, "labels": [5] * 3},
+    ]
+    path = str(write_rows(tmp_path / "rows", rows))
+    config = train.Data(path=path, format="tokens", packing=packing, sequence_length=4)
+    message = f"Data: rows without a target token, from which nothing is learned: {counts}."
+    for _ in range(2):  # The second time from the index.
+        train.load_data(config, None, 0)
+        assert message in capsys.readouterr().out.splitlines()
+
+
+def test_all_rows_with_a_target_need_no_word(tmp_path, capsys):
+    path = str(write_rows(tmp_path / "rows", [{"input_ids": [3]}, {"input_ids": [3, 4]}]))
+    train.load_data(train.Data(path=path, format="tokens", packing="none", sequence_length=4), None, 0)
+    assert "without a target" not in capsys.readouterr().out
+
+
 def test_no_documents(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None, None], pa.string())}), tmp_path / "a.parquet")
     config = train.Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)

@@ -477,7 +477,7 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     send([psutil.Process(rank.pid) for rank in ranks], signal.SIGINT)
     insisted = time.monotonic()
     outputs = [rank.communicate(timeout=20)[0] for rank in ranks]
-    assert time.monotonic() - insisted < 2 and [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
+    assert time.monotonic() - insisted < 5 and [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
     assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True
     assert done.status["status"] == "running" and steps_logged(done) == [1]
 
