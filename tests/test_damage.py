@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import re
 import resource
 import shutil
@@ -151,6 +152,28 @@ def test_checkpoints_on_another_disk(whole, copy, tmp_path):
     assert same(done.weights, whole[1].weights) and "after step 4" in done.output
     assert done.checkpoints == [".step-mine.tmp", "mine", "step-00000006", "step-mine"]
     assert (copy / "checkpoints").is_symlink() and complete(disk / "step-00000006")
+
+
+@pytest.mark.parametrize("target_exists", [True, False])
+def test_model_on_another_disk(whole, copy, tmp_path, target_exists):
+    """model is a link. What it leads to stays as it is; the new export takes the link's place."""
+    disk = tmp_path / "disk"
+    (copy / "model").rename(disk)
+    (copy / "model").symlink_to(disk if target_exists else "nowhere")
+    (copy / ".model.old.tmp").symlink_to(disk)  # As a kill between the two renames leaves it.
+    done = helpers.run(tmp_path, whole[0], "--run.max_steps", 7)
+    assert not (copy / "model").is_symlink() and not os.path.lexists(copy / ".model.old.tmp")
+    assert same(load_file(disk / "model.safetensors"), whole[1].weights)
+    assert not same(done.weights, whole[1].weights)
+
+
+def test_damaged_metrics(whole, copy, tmp_path):
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write("merged by hand}\n")
+    before = (copy / "metrics.jsonl").read_bytes()
+    done = helpers.run(tmp_path, whole[0], "--run.max_steps", 7, expect=2)
+    assert len(re.findall("^error: run.output_dir: .*metrics.jsonl is damaged", done.output, re.MULTILINE)) == 1
+    assert (copy / "metrics.jsonl").read_bytes() == before
 
 
 def test_half_written_files_are_removed(whole, copy, tmp_path):
@@ -309,6 +332,13 @@ def test_out_of_memory_while_training(whole, tmp_path, monkeypatch, where):
     done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", advice)
     assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
     assert all(torch.allclose(done.weights[k], v, rtol=0, atol=1e-5) for k, v in whole[1].weights.items())
+
+
+def test_out_of_memory_with_one_row(whole, tmp_path, monkeypatch):
+    limit_memory(monkeypatch, 0)
+    done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", 1, expect=1)
+    (message,) = re.findall("^error: .*", done.output, re.MULTILINE)
+    assert "step 1" in message and "data.sequence_length" in message and "max_micro_batch_size" not in message
 
 
 # The disk ------------------------------------------------------------------------------------------------------------
