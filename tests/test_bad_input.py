@@ -467,6 +467,8 @@ case(
     make=jsonl({"messages": [USER]}, {"messages": [USER | {"role": "system"}]}),
 )
 case("chat without a role", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [{"a": "b"}]}))
+case("a null message", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [USER, None]}))
+case("no messages", TEMPLATE, "row 1", "no messages", make=jsonl({"messages": [USER]}, {"messages": []}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))
 case(
     "messages without a role",
@@ -490,6 +492,24 @@ case(
     "roles",
     make=jsonl(*[{"messages": [{"role": "user", "content": "a"}]}] * 9),
 )
+for name, lines in {
+    "a comma without quotes": "id,text\n1,Hello, world\n2,Bye, all\n",
+    "a comma without quotes in the only column": "text\none, two\nthree, four\n",
+    "a comma without quotes in one row": "text\none, two\nthree\n",
+}.items():
+    case(
+        name,
+        ROWS | {"data.files": "TMP/rows.csv"},
+        "data: cannot load TMP/rows.csv",
+        "Length of header",
+        make=lambda tmp, data, lines=lines: (tmp / "rows.csv").write_text(lines),
+    )
+case(
+    "a file without rows before another one",
+    ROWS | {"data.files": ["TMP/none.csv", "TMP/rows.csv"]},
+    "data: cannot load TMP/none.csv: it has no rows",
+    make=lambda tmp, data: ((tmp / "none.csv").write_text("text\n"), (tmp / "rows.csv").write_text("text\na\n")),
+)
 case("tokens are text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": "abc"}] * 9))
 case(
     "tokens are lists of text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": ["a", "b"]}] * 9)
@@ -499,13 +519,14 @@ case(
     "null tokens", TOKENS, "data", "'input_ids'", "null", make=jsonl(*[{"input_ids": [1, 2]}] * 9, {"input_ids": None})
 )
 case("null among tokens", TOKENS, "data", "'input_ids'", "null", make=jsonl(*[{"input_ids": [1, None, 2]}] * 9))
-case(
-    "labels of other length",
-    TOKENS,
-    "data",
-    "input_ids and labels differ in length",
-    make=jsonl(*[{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 9),
-)
+for packing in "concat", "best_fit":
+    case(
+        f"labels of other length with {packing}",
+        TOKENS | {"data.packing": packing},
+        "data",
+        "input_ids and labels differ in length in row 2, counted from 0",
+        make=jsonl(*[{"input_ids": [1, 2], "labels": [1, 2]}] * 2, *[{"input_ids": [1, 2], "labels": [1]}] * 9),
+    )
 case(
     "no targets",
     TOKENS,
@@ -538,7 +559,7 @@ case(
 case(
     "token beyond the vocabulary in the evaluation data",
     EVALUATE,
-    "the evaluation data has token ids 0 to 999",
+    "the evaluation data has the token id 999",
     "vocabulary is 0 to 383",
     make=jsonl({"input_ids": [1, 2]}, {"input_ids": [1, 999]}),
 )
@@ -561,7 +582,13 @@ case(
     "vocabulary",
     make=jsonl(*[{"input_ids": [1, 2], "labels": [1, 999]}] * 9),
 )
-case("negative label", TOKENS, "-5", "vocabulary", make=jsonl(*[{"input_ids": [1, 2], "labels": [1, -5]}] * 9))
+case(
+    "negative label",
+    TOKENS,
+    "-5 among its labels",
+    "-100 in labels",
+    make=jsonl(*[{"input_ids": [1, 2], "labels": [1, -5]}] * 9),
+)
 case(
     "evaluation without targets",
     EVALUATE,

@@ -64,6 +64,12 @@ def test_tokens_that_other_programs_mask(tmp_path, name, advice):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         if all(mask):
             assert train.load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+            for no_mask in "none", [0.5, 0.5, 0.5], [[1, 1, 1]], None:
+                (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: no_mask}) + "\n")
+                assert train.load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+            (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: [False, True, True]}) + "\n")
+            with pytest.raises(train.UserError, match=f"{name}' has 0 for"):
+                train.load_documents(config, config)
     with pytest.raises(train.UserError, match=f"{name}' has 0 for .*{advice}"):
         train.load_documents(config, config)
 
@@ -139,6 +145,7 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
         ("a.csv", "text,n\nNone,1\nNA,2\nnull,3\n", ["None", "NA", "null"]),
         ("a.txt", "\ufeffhi\r\n", ["hi\n"]),
         ("a.csv", "\ufefftext,n\r\nhi,1\r\n", ["hi"]),
+        ("a.csv", "text,source\nhello world,web,\nbye,book,\n", ["hello world", "bye"]),  # Not web and book.
         ("a.jsonl", '\ufeff{"text": "hi"}\r\n', ["hi"]),
     ],
 )

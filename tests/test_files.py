@@ -51,6 +51,9 @@ def texts(*patterns) -> list[str]:
         (["docs", "!./docs/private/s.txt"], ["docs/a.txt", "docs/private/t.txt"]),
         (["docs", "!*/private/*"], ["docs/a.txt"]),
         (["docs", "!*/of-another-machine/*"], ["docs/a.txt", "docs/private/s.txt", "docs/private/t.txt"]),
+        (["docs", "!docs/**/private/**/s.txt"], ["docs/a.txt", "docs/private/t.txt"]),  # A ** may be no folder,
+        (["docs", "!**/**/s.txt"], ["docs/a.txt", "docs/private/t.txt"]),  # some folders, or all of them.
+        (["**/*.txt", "!**/private/**/t.txt", "!**/my*/**", "!**/docs/**/[as].txt"], ["a1.txt", "a[1].txt", "q*.txt"]),
         (["*", "docs", "!a[1].txt", "!docs/private"], ["a1.txt", "q*.txt", "docs/a.txt"]),
     ],
 )
@@ -58,6 +61,14 @@ def test_what_is_read(folder, patterns, found):
     assert texts(*patterns) == found
     absolute = [f"!{folder}/{word[1:]}" if word[:1] == "!" and word[1] != "*" else word for word in patterns]
     assert texts(*absolute) == found
+
+
+def test_the_home_folder(folder, monkeypatch):
+    """In a YAML file, no shell replaces the ~."""
+    monkeypatch.setenv("HOME", str(folder))
+    assert texts("~/docs", "!~/docs/private/*") == ["docs/a.txt"]
+    assert train.Source(path="~/docs").path == str(folder / "docs")
+    assert train.Data(tokenizer="~/docs").tokenizer == str(folder / "docs")
 
 
 def test_the_standard_library_can_be_left_out():

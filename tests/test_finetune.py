@@ -3,9 +3,11 @@
 None of them may change what is promised: the run of a plain torch loop, on any number of processes.
 """
 
+import functools
 import json
 import re
 import shlex
+import unicodedata
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ import transformers
 from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import train
 
@@ -127,6 +129,39 @@ def test_tokens_and_labels_of_conversations(chat, tmp_path, chatml, first):
     documents = datasets.load_from_disk(write_chats(tmp_path / "chats", first))
     rows = list(train.tokenize(documents, data, train.load_tokenizer(data, train.Model()), tmp_path / "tokens"))
     assert rows == [by_hand(chat, chatml) for chat in CHATS.values()]
+
+
+CONTENT_ALONE = """{%- for message in messages -%}<|im_start|>{{ message['role'] + '\n' }}
+  {%- if message['role'] == 'assistant' -%}
+    {%- generation -%}{{ message['content'] }}{%- endgeneration -%}
+  {%- else -%}
+    {{ message['content'] }}
+  {%- endif -%}<|im_end|>{{ '\n' }}
+{%- endfor -%}"""
+
+
+@pytest.mark.parametrize("template", ["with its end", "content alone"])
+@pytest.mark.parametrize("kind", ["trimmed", "composed"])
+def test_turns_whose_edges_have_no_token_of_their_own(chat, tmp_path, kind, template):
+    """Tokenizers may say that spaces have no characters of the text, or make one character of two. What is learned is
+    the same. transformers' own mask ends before such a turn, or goes on to the end of the conversation."""
+    data = train.Data(format="chat", tokenizer=str(chat[0] / "without"), chat_template=str(CHATML))
+    tokenizer = train.load_tokenizer(data, train.Model())
+    if template == "content alone":
+        tokenizer.chat_template = CONTENT_ALONE
+    backend, composed = tokenizer.backend_tokenizer, str
+    if kind == "trimmed":
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    else:
+        backend.normalizer, composed = normalizers.NFC(), functools.partial(unicodedata.normalize, "NFC")
+    odd = [("user", "e\u0301"), ("assistant", " cafe\u0301"), ("user", "secret"), ("assistant", "  or tea  ")]
+    for turns in [*CHATS.values(), odd]:
+        expected = by_hand([(role, composed(content)) for role, content in turns], True)
+        if template == "content alone":
+            expected["labels"] = [-100 if label == END else label for label in expected["labels"]]
+        ids, said = train.tokenize_turns([{"role": role, "content": content} for role, content in turns], tokenizer)
+        assert ids == expected["input_ids"]
+        assert [token if is_said else -100 for token, is_said in zip(ids, said)] == expected["labels"]
 
 
 def cut(rows: list[dict], length: int, concat: bool) -> list[dict]:

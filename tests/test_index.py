@@ -96,6 +96,18 @@ def test_rows(tmp_path, packing, masked):
         assert data.fingerprint() == checksum
 
 
+@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+def test_a_split_named_twice(tmp_path, packing):
+    """Its files are there twice, and so is every token. The folder of the data stays as it is: it may be read-only."""
+    for split, number in ("train", 3), ("test", 5):
+        rows = "".join(json.dumps({"input_ids": [number] * length}) + "\n" for length in (2, 7, 4))
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    before = sorted(tmp_path.iterdir())
+    data, _ = train.load_data(config_of(tmp_path, split="test+train+test", packing=packing), None, seed=0)
+    found = sorted(token for row in read_all(data) for token, _, _ in row)
+    assert found == [3] * 13 + [5] * 26 and sorted(tmp_path.iterdir()) == before
+
+
 @pytest.fixture
 def sources(tmp_path):
     """Data of each kind: a saved data set, the same with a held-out share, files of texts, and a part of a file."""
@@ -184,7 +196,7 @@ def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 10)
     config, tokenizer = train.Data(files=str(tmp_path / "a.txt"), sequence_length=LENGTH), transformers.ByT5Tokenizer()
     before, _ = train.load_data(config, tokenizer, seed=0)
-    for file in before.index["token_files"]:
+    for file, _ in before.index["token_files"]:
         Path(file).unlink()
     now, _ = train.load_data(config, tokenizer, seed=0)
     assert read_all(now) == read_all(before)
@@ -229,7 +241,7 @@ def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
     rows[-1]["input_ids"][-1] = 384
     write_rows(tmp_path / "rows-384", rows)
     done = run(tmp_path, config, "--data.path", tmp_path / "rows-384", "--run.max_steps", 1, expect=2)
-    assert "the training data has token ids 0 to 384, the model's vocabulary is 0 to 383" in done.output
+    assert "the training data has the token id 384, the model's vocabulary is 0 to 383" in done.output
 
 
 def test_compressed_tokens_are_refused(tmp_path):

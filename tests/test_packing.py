@@ -40,6 +40,15 @@ def test_documents_are_kept_whole(tmp_path):
     assert targets.sum() == sum(max(0, len(document) - 1) for document in documents)
 
 
+def test_the_folder_of_the_data_stays_as_it_is(tmp_path):
+    """It may be read-only."""
+    folder = write_rows(tmp_path / "rows", make_rows([3, 4, 5]))
+    before = sorted(folder.iterdir())
+    config = train.Data(path=str(folder), format="tokens", packing="best_fit", sequence_length=LENGTH)
+    data, _ = train.load_data(config, None, seed=0)
+    assert data.tokens == 12 and sorted(folder.iterdir()) == before
+
+
 def test_longer_documents_continue_in_further_rows(tmp_path):
     data, (long, short) = packed(tmp_path, [2 * LENGTH + 5, LENGTH - 5])
     rows = sorted(pieces(data, row) for row in range(len(data)))

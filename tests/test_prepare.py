@@ -169,7 +169,7 @@ def test_a_killed_launch_is_continued(tmp_path):
     files = files_in(tmp_path / "cache")
     assert made.items() <= files.items() and not [file for file in files if file.name.startswith("tmp")]
     index = json.loads(next((tmp_path / "cache").glob("train-index/*/index.json")).read_text())
-    tokens = [row for file in index["token_files"] for row in datasets.Dataset.from_file(file)["input_ids"]]
+    tokens = [row for file, _ in index["token_files"] for row in datasets.Dataset.from_file(file)["input_ids"]]
     assert tokens == [tokens_of(text * 9) for text in written]
 
 
