@@ -291,7 +291,33 @@ def test_dates_are_not_learned_as_another_text(tmp_path):
 def test_columns_that_are_not_read_are_told(tmp_path, capsys):
     row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3}
     documents(tmp_path, [row], "chat", **CHATML)
-    assert "Data: columns read: messages; not read: tools, id.\n" in capsys.readouterr().out
+    assert "columns read: messages; not read: tools, id.\n" in capsys.readouterr().out
+
+
+def test_what_is_told_of_several_sources(tmp_path, capsys):
+    """Once, with the name of the source. Of the evaluation, what is not told of the training data already."""
+    for name, extra in ("a", "id"), ("b", "url"), ("held", "n"):
+        rows = [{"text": "some words", extra: 1}] * 9 + [{"text": None, extra: 2}] * (name == "b")
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = {name: {"files": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"}
+    config = train.Data(sources=sources, eval_fraction=0.3, drop_nulls=True)
+    tokenizer = transformers.ByT5Tokenizer()
+    told = [
+        "Data: a: columns read: text; not read: id.",
+        "Data: b: columns read: text; not read: url.",
+        "Data: b: 1 of 10 rows are null in 'text', and left out.",
+    ]
+    for _ in range(2):  # The second time from the index.
+        train.load_data(config, tokenizer, 0)
+        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(("Data", "Eval"))] == told
+    held_out = {"files": str(tmp_path / "held.jsonl")}
+    config = train.Data(files=str(tmp_path / "a.jsonl"), eval_source={"same": config.sources["a"], "held": held_out})
+    train.load_data(config, tokenizer, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("Data", "Eval"))] == [
+        "Data: columns read: text; not read: id.",
+        "Evaluation held: columns read: text; not read: n.",
+    ]
 
 
 def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
