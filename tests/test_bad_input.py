@@ -844,7 +844,16 @@ case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dv
 case("resume path missing", {"run.resume": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case("resume path foreign", {"run.resume": "DATA/docs"}, "DATA/docs/manifest.json", "No such file")
 case("resume from a model", {"run.resume": "DATA/model"}, "DATA/model is a model, and no checkpoint")
-case("resume from the run folder", {"run.resume": "TMP/out"}, "TMP/out/manifest.json", "No such file")
+case(
+    "resume from a run folder",
+    {"run.resume": "DATA/trained"},
+    "DATA/trained is no checkpoint, but has some; give one of them, such as DATA/trained/checkpoints/step-00000004",
+)
+case(
+    "weights from a folder of checkpoints",
+    {"run.init_from": "DATA/trained/checkpoints"},
+    "give one of them, such as DATA/trained/checkpoints/step-00000004",
+)
 case(
     "foreign manifest",
     {},

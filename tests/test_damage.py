@@ -167,6 +167,17 @@ def test_model_on_another_disk(whole, copy, tmp_path, target_exists):
     assert not same(done.weights, whole[1].weights)
 
 
+@pytest.mark.parametrize("name", ["copy.safetensors", "shard-00001-model-00001-of-00001 (copy).safetensors"])
+def test_weights_of_others_in_a_checkpoint(whole, copy, tmp_path, name):
+    """torch would read every file of weights that it finds in the folder."""
+    newest = copy / "checkpoints" / "step-00000006"
+    shutil.copy(next(copy.glob("checkpoints/step-00000002/*.safetensors")), newest / name)
+    done = helpers.run(tmp_path, whole[0])
+    assert re.search(f"Checkpoint passed over: .*{re.escape(name)} beside it", done.output)
+    assert "after step 4" in done.output
+    assert same(done.weights, whole[1].weights)
+
+
 def test_damaged_metrics(whole, copy, tmp_path):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write("merged by hand}\n")

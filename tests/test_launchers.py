@@ -28,6 +28,7 @@ from helpers import (
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
+REGIONAL = "--dynamo_backend", "eager", "--dynamo_use_regional_compilation"
 
 
 def start_machines(folder: Path, config: dict, *settings, processes: int) -> list[subprocess.Popen]:
@@ -189,6 +190,21 @@ def test_one_checkpoint_goes_through_all_strategies(runs, config, tmp_path):
         check_continued(done, whole, 4 * number)
         found = resume_from(done, 4 * number + 4)
     check_continued(run(tmp_path, config, *found, "--run.output_dir", tmp_path / "one"), whole, 24)
+
+
+@pytest.mark.parametrize(
+    "launcher, options, script",
+    [
+        ("fsdp2", (*FLOAT32, "--fsdp_activation_checkpointing", "true"), SCRIPT),
+        pytest.param("cpu", REGIONAL, SCRIPT[1:], marks=pytest.mark.slow),
+    ],
+)
+def test_layers_in_wrappers_continue(runs, config, tmp_path, launcher, options, script):
+    """The launcher's options put each layer into another module, and that one's name into the names of the weights.
+    Their optimizer state is found again."""
+    found = resume_from(runs("DDP"), 10)
+    how = {"launcher": launcher, "options": options, "script": script, "processes": 2, "warm": True}
+    check_continued(helpers.launch(tmp_path, config, *found, **how), runs(None), 10)
 
 
 @pytest.mark.slow

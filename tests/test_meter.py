@@ -66,10 +66,10 @@ def test_every_second_is_booked_to_exactly_one_phase():
         "logging": 16 + 16384,
         "wall": 32767,
     }
-    # Two steps were timed; what the user pays also has the rest of the wall clock in it.
+    # Two steps were timed; what the user gets and pays also has the first step and the rest of the wall clock in it.
     summary = clock.meter.summary()
     assert summary["summary/tokens_per_second"] == 2 * 1024 / (32 + 64 + 128 + 2048 + 4096 + 8192)
-    assert summary["summary/goodput_tokens_per_second"] == 2 * 1024 / 32767
+    assert summary["summary/goodput_tokens_per_second"] == 3 * 1024 / 32767
 
 
 def test_parts_sum_to_the_wall_clock_at_any_moment():
@@ -291,6 +291,15 @@ def test_profile(tmp_path):
     assert "perfetto" not in again.output  # It began after step 5: half a profile would mislead.
 
 
+def test_profile_of_a_launch_that_fails(tmp_path):
+    """Where one needs it most, it is written, and the process ends with the error."""
+    settings = "--perf.profile_steps", "[2, 4]", "--optim.learning_rate", "1e30", "--optim.warmup_steps", "0"
+    done = launch(tmp_path, tiny_config(tmp_path), "--optim.max_grad_norm", "null", *settings, processes=None, expect=1)
+    assert "error: the loss or gradient norm of step 2 is not finite" in done.output
+    with gzip.open(done.folder / "profile.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+
+
 def test_profile_of_more_steps_than_there_are(tmp_path):
     """Given the wrong way round, too: what there is. A process that is still profiled when it ends would crash."""
     done = launch(tmp_path, tiny_config(tmp_path), "--run.max_steps", 6, "--perf.profile_steps", "[9, 5]", warm=True)
@@ -338,7 +347,7 @@ def test_peak_of_the_config_overrides_the_table(monkeypatch):
         ("NVIDIA B200", "bf16", 2250),
         ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A100 80GB PCIe", "fp16", 312),
+        ("NVIDIA A100 80GB PCIe", "bf16", 312),
         ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA L4", "bf16", 121),
         ("Some Future Device", "bf16", None),
@@ -357,6 +366,9 @@ def test_known_peaks(monkeypatch, name, precision, tflops):
         ("NVIDIA GB200", "bf16", 2500),
         ("NVIDIA H100 NVL", "bf16", 835),
         ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200 NVL", "bf16", 835),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", 989 / 7),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", 312 * 3 / 7),
         ("Tesla V100-PCIE-16GB", "fp16", 112),
     ],
 )
