@@ -111,15 +111,13 @@ case(
 case(
     "unknown nested field",
     {"data.eval_source": {"fils": ["DATA/docs"]}},
-    "data.eval_source.fils: unknown key",
-    "did you mean data",
-    "files?",
+    "data.eval_source.fils: unknown key; did you mean data.eval_source.files?",
 )
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
 case(
     "unknown field of a named source",
     {"data.eval_source": {"docs": {"fils": ["DATA/docs"]}}},
-    "data.eval_source.docs.fils: unknown key; did you mean data.files?",
+    "data.eval_source.docs.fils: unknown key; did you mean data.eval_source.docs.files?",
 )
 case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "integer", "'100'")
 case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "integer", "True")

@@ -231,6 +231,10 @@ def test_did_you_mean(refusal, key, answer):
     assert refusal(f"--{key}", "5").startswith(answer)
 
 
+def test_a_dotted_path_as_a_key_of_the_file(refusal):
+    assert refusal(text=GOOD + "run.seed: 3\n").endswith("write it as run: and, indented below, seed:")
+
+
 # What people know from transformers, TRL, axolotl and llm-foundry.
 KNOWN_ELSEWHERE = """
 lr batch_size per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio logging_steps
@@ -302,7 +306,9 @@ def test_an_empty_file_is_only_incomplete(refusal):
         (["--data.eval_fraction", ".5", "--eval.prompts", "['a: b', -1e]"], "eval.prompts", ["a: b", "-1e"]),
         (["--model.architecture.hidden_size", "64"], "model.architecture", {"model_type": "llama", "hidden_size": 64}),
         (["--model.architecture.rope.theta", "1e4"], "model.architecture.rope", {"theta": 1e4}),
-        (["--model.architecture", "{model_type: gpt2}"], "model.architecture", {"model_type": "gpt2"}),
+        (["--model.architecture.x", "1", "--model.architecture", "{a: 2}"], "model.architecture", {"a": 2}),
+        (["--model.lora.r", "8", "--model.lora", "{}"], "model.lora", {}),
+        (["--data.files", "null", "--data.path", "docs"], "data.files", []),
         (["--model.architecture", "null", "--model.pretrained", "./x"], "model.pretrained", "./x"),
         (["--data.eval_source.path", "held-out"], "data.eval_source.path", "held-out"),
         (["--run.output_dir=~/run"], "run.output_dir", str(Path.home() / "run")),
@@ -333,6 +339,10 @@ def test_an_override_changes_only_what_it_names(load):
         (["--run.max_step", "5"], "run.max_step: unknown key; did you mean run.max_steps?"),
         (["--run", "5"], "run: "),
         (["--run.max_steps.x", "5"], "run.max_steps"),
+        (["--data.files", "*.jsonl"], "data.files *.jsonl: the value is not YAML"),
+        (["--data.files", "[a]", "--data.files.x", "b"], "data.files.x b: a part of this path is a list"),
+        (["--data.files", "[a]", "--data.files.x.y", "b"], "data.files.x.y b: a part of this path is a list"),
+        (["--data.files", "[a]", "--data.files.1", "b"], "data.files.1 b: a part of this path is a list"),
     ],
 )
 def test_command_lines_that_are_refused(refusal, words, message):
