@@ -165,7 +165,7 @@ def evaluation(script: Script) -> None:
     script.drop_clause("IndexWriter.finish", "data.eval_source")
     script.drop_parameter("load_training_rows", "held_out", False)
     script.drop_parameter("load_rows", "held_out", False)
-    script.replace("nearest_setting", "re.sub(r'eval_source\\.(.*\\.)?', '', path)", "path")
+    script.drop_statements("nearest_setting", "in_evaluation")
     script.drop_element("SHOWN", "eval/loss")
     script.drop_statements("draw_curves", "eval/loss")
 
