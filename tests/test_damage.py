@@ -178,9 +178,10 @@ def test_weights_of_others_in_a_checkpoint(whole, copy, tmp_path, name):
     assert same(done.weights, whole[1].weights)
 
 
-def test_damaged_metrics(whole, copy, tmp_path):
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write("merged by hand}\n")
+@pytest.mark.parametrize("line", [b"merged by hand}\n", b'{"step": 6, "note": "\xff"}\n'])
+def test_damaged_metrics(whole, copy, tmp_path, line):
+    with (copy / "metrics.jsonl").open("ab") as file:
+        file.write(line)
     before = (copy / "metrics.jsonl").read_bytes()
     done = helpers.run(tmp_path, whole[0], "--run.max_steps", 7, expect=2)
     assert len(re.findall("^error: run.output_dir: .*metrics.jsonl is damaged", done.output, re.MULTILINE)) == 1
