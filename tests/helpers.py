@@ -8,6 +8,7 @@ done.output, done.metrics, done.losses, done.weights, done.status
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -29,6 +30,8 @@ import yaml
 from safetensors.torch import load_file
 
 import train
+from samerun.model import build
+from samerun.model.loss import compute_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tests run beside each other, and the threads of one would wait for those of the others: main() leaves it at one here.
@@ -206,7 +209,8 @@ def by_strategy(folder: Path, config: dict, name: str, *overrides, options: tupl
     return launch(folder, config, *settings, *overrides, **how, script=script, warm=True, timeout=900)
 
 
-COUNT_FLOPS, COUNTED = train.flops_per_token, {}
+LOSS_OF = functools.partial(compute_loss, token_loss=train.token_loss)  # As the strategies and checks get it.
+COUNT_FLOPS, COUNTED = build.flops_per_token, {}
 
 
 def flops_per_token(found: transformers.PreTrainedConfig, *more) -> float:

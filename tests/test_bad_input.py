@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 import train
+from samerun.run.folder import RunFolder
 
 LLAMA = {
     "model_type": "llama",
@@ -1086,7 +1087,7 @@ def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, ar
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "flops_per_token", helpers.flops_per_token)
-    monkeypatch.setattr(train.RunFolder, "PATIENCE", 1)
+    monkeypatch.setattr(RunFolder, "PATIENCE", 1)
     before, started = contents(tmp_path), time.monotonic()
     status = train.main(fill(argv, tmp_path, data))
     out, err = capsys.readouterr()

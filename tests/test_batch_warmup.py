@@ -11,6 +11,7 @@ from helpers import difference, kill_tree, launch, run, start, tiny_config
 from reference import batch_sizes, shuffled, train_reference
 
 import train
+from samerun.config import Config
 
 # 23 rows: 4 steps of 3 rows, 5 of 7, and 21 of 10, so that epochs end inside of steps and of stages.
 WARMUP = [{"steps": 4, "rows": 3}, {"steps": 5, "rows": 7}]
@@ -139,7 +140,7 @@ def test_epochs_and_tokens_to_steps(truth, length, steps):
     config, _, _ = truth
     name, value = length
     run_ = {"max_steps": None, name: value}
-    config = train.Config.model_validate({**config, "run": run_})
+    config = Config.model_validate({**config, "run": run_})
     stages = train.plan_stages(config, 10, 1, 1)
     assert train.run_length(config, stages, 23) == steps
 

@@ -13,6 +13,9 @@ import pytest
 import yaml
 
 import train
+from samerun.cli import FOREIGN_NAMES, load_config
+from samerun.config import Config, config_fields
+from samerun.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GOOD = """\
@@ -29,7 +32,7 @@ def load(tmp_path):
 
     def load(*words, text=GOOD):
         (tmp_path / "config.yaml").write_text(text)
-        return train.load_config(["--config", str(tmp_path / "config.yaml"), *words])[0]
+        return load_config(["--config", str(tmp_path / "config.yaml"), *words])[0]
 
     return load
 
@@ -41,7 +44,7 @@ def refusal(load, tmp_path):
     def refusal(*words, text=GOOD):
         try:
             load(*words, text=text)
-        except train.UserError as error:
+        except UserError as error:
             return str(error).removeprefix("command line: ").removeprefix(f"{tmp_path / 'config.yaml'}: ")
 
     return refusal
@@ -87,7 +90,7 @@ def type_names(field):
             yield words.get(option["type"], "None")
 
 
-SCHEMA = train.Config.model_json_schema()
+SCHEMA = Config.model_json_schema()
 FIELDS = schema_fields(SCHEMA, SCHEMA["$defs"])
 
 
@@ -245,8 +248,8 @@ val_set_size device_train_microbatch_size
 
 def test_names_of_other_trainers_are_answered_with_ours(refusal):
     """Written in any way, and in any section: with the setting that it is here, and what that does."""
-    assert train.FOREIGN_NAMES.keys() >= set(KNOWN_ELSEWHERE.split())
-    for name, ours in train.FOREIGN_NAMES.items():
+    assert FOREIGN_NAMES.keys() >= set(KNOWN_ELSEWHERE.split())
+    for name, ours in FOREIGN_NAMES.items():
         for key in name, name.replace("_", "-"), f"run.{name}":
             answer = f"{key}: unknown key; did you mean {ours}? {FIELDS[ours]['description']}"
             assert refusal(f"--{key}", "1") == answer
@@ -358,14 +361,14 @@ def test_empty_names_are_refused(refusal, key):
 def test_config_file_is_required(tmp_path):
     missing, folder = ["--config", str(tmp_path / "none.yaml")], ["--config", str(tmp_path)]
     for words in [], ["--run.max_steps", "3"], ["--config"], missing, folder:
-        with pytest.raises(train.UserError, match=f"--config|{tmp_path}"):
-            train.load_config(words)
+        with pytest.raises(UserError, match=f"--config|{tmp_path}"):
+            load_config(words)
 
 
 def test_plan_may_stand_anywhere(tmp_path):
     (tmp_path / "config.yaml").write_text(GOOD)
     words = ["--run.seed", "3", "--plan", "1", "2", "16", "--config", str(tmp_path / "config.yaml")]
-    config, process_counts = train.load_config(words)
+    config, process_counts = load_config(words)
     assert (config.run.seed, process_counts) == (3, [1, 2, 16])
 
 
@@ -419,7 +422,7 @@ def test_every_field_has_one_line_of_documentation():
     for section in SCHEMA["$defs"].values():
         for name, field in section["properties"].items():
             assert re.fullmatch(r"\S.*\.", field.get("description", "")), f"{section['title']}.{name}"
-    assert set(train.config_fields()) == set(FIELDS)
+    assert set(config_fields()) == set(FIELDS)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--config", "nope.yaml", "--help"]])

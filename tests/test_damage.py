@@ -17,12 +17,15 @@ import time
 import helpers
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from reference import shuffled
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import is_fake
 from transformers import LlamaForCausalLM
 
 import train
+from samerun.run.checkpoint import find_checkpoint, progress_in
+from samerun.run.launch import Stop
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +126,8 @@ def test_damaged_fields_of_a_manifest(copy):
         if change == "gone":
             del damaged[name]
         (newest / "manifest.json").write_text(json.dumps(damaged))
-        found, manifest = train.find_checkpoint("auto", copy / "checkpoints")
-        train.progress_in(manifest)
+        found, manifest = find_checkpoint("auto", copy / "checkpoints")
+        progress_in(manifest)
         if found != newest:
             passed_over.add((name, str(change)))
     expected = {(name, change) for name in KNOWN for change in ("None", "[]", "x", "-1")}
@@ -136,7 +139,7 @@ def test_damaged_fields_of_a_manifest(copy):
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "1", "NaN", "\x00"])
 def test_manifests_that_are_none(copy, text):
     (copy / "checkpoints" / "step-00000006" / "manifest.json").write_text(text)
-    assert train.find_checkpoint("auto", copy / "checkpoints")[0].name == "step-00000004"
+    assert find_checkpoint("auto", copy / "checkpoints")[0].name == "step-00000004"
 
 
 def test_checkpoints_on_another_disk(whole, copy, tmp_path):
@@ -396,18 +399,18 @@ def test_what_is_half_removed_is_no_checkpoint(whole, tmp_path, monkeypatch):
             next(folder.glob("*.safetensors")).unlink()
             raise OSError("interrupted")
 
-    monkeypatch.setattr(train.shutil, "rmtree", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
     done = helpers.run(tmp_path, config, expect=1)
     listed = list((done.folder / "checkpoints").glob("step-*"))
     assert "interrupted" in done.output and leftovers(done.folder) and listed and all(map(complete, listed))
-    monkeypatch.setattr(train.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     done = helpers.run(tmp_path, config)
     assert done.checkpoints == ["step-00000006"] and same(done.weights, whole[1].weights)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
     """Step 2 is saved no sooner than step 3 has begun; what is saved is the state after step 2 all the same."""
-    begun, rate, write = threading.Event(), train.learning_rate_at, train.dcp.save
+    begun, rate, write = threading.Event(), train.learning_rate_at, dcp.save
 
     def learning_rate_at(config, step, max_steps, peak):
         if step == 4:
@@ -415,7 +418,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeyp
         return rate(config, step, max_steps, peak)
 
     monkeypatch.setattr(train, "learning_rate_at", learning_rate_at)
-    monkeypatch.setattr(train.dcp, "save", lambda *args, **options: begun.wait(30) and write(*args, **options))
+    monkeypatch.setattr(dcp, "save", lambda *args, **options: begun.wait(30) and write(*args, **options))
     done = helpers.run(tmp_path, whole[0], "--run.keep_checkpoints", 3)
     assert begun.is_set() and done.checkpoints == ["step-00000002", "step-00000004", "step-00000006"]
     for name in done.checkpoints[:-1]:
@@ -427,9 +430,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeyp
 
 def test_a_stop_right_after_a_save_saves_no_more(whole, tmp_path, monkeypatch):
     """To write a checkpoint anew would first remove it: for a moment there would be none."""
-    answers, saves, write = iter([False, False, True]), [], train.dcp.save
-    monkeypatch.setattr(train.Stop, "agreed", lambda self: next(answers))
-    monkeypatch.setattr(train.dcp, "save", lambda *args, **options: saves.append(1) or write(*args, **options))
+    answers, saves, write = iter([False, False, True]), [], dcp.save
+    monkeypatch.setattr(Stop, "agreed", lambda self: next(answers))
+    monkeypatch.setattr(dcp, "save", lambda *args, **options: saves.append(1) or write(*args, **options))
     done = helpers.run(tmp_path, whole[0])
     assert done.status == {"status": "stopped", "step": 2} and done.checkpoints == ["step-00000002"] and len(saves) == 1
 
@@ -534,8 +537,8 @@ def test_out_of_memory_on_one_rank(whole, tmp_path):
 
 def slow_rename(monkeypatch):
     """The main process takes a second to give a checkpoint its name, as one does that has large files to read."""
-    replace = train.os.replace
-    monkeypatch.setattr(train.os, "replace", lambda old, new: time.sleep("step-" in str(new)) or replace(old, new))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: time.sleep("step-" in str(new)) or replace(old, new))
 
 
 @pytest.mark.slow

@@ -14,7 +14,13 @@ from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from test_finetune import END, START, by_hand, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-import train
+from samerun.config import Data, Model
+from samerun.data.documents import load_documents
+from samerun.data.load import load_data
+from samerun.data.tokenize import tokenize, tokenize_text
+from samerun.errors import UserError
+from samerun.model.tokenizer import load_tokenizer
+from samerun.run.sample import encode_prompt
 
 
 @pytest.fixture
@@ -46,8 +52,8 @@ def test_every_type_of_tokens(tmp_path, list_of, values):
     rows = [[token % 100 for token in row] for row in rows]
     table = pa.table({"input_ids": pa.array(rows, list_of(getattr(pa, values)()))})
     pq.write_table(table, tmp_path / "rows.parquet")
-    config = train.Data(files=str(tmp_path), format="tokens", packing="none", sequence_length=8, eval_fraction=0.2)
-    trained_on, held_out = train.load_data(config, None, seed=0)
+    config = Data(files=str(tmp_path), format="tokens", packing="none", sequence_length=8, eval_fraction=0.2)
+    trained_on, held_out = load_data(config, None, seed=0)
     parts = [trained_on, *held_out.values()]
     read = [part.read(row)[0].tolist() for part in parts for row in range(len(part))]
     assert sorted(read) == sorted(rows)
@@ -58,20 +64,20 @@ def test_every_type_of_tokens(tmp_path, list_of, values):
 )
 def test_tokens_that_other_programs_mask(tmp_path, name, advice):
     """Padding, or a prompt, would be learned: only labels are read. A mask of ones says nothing and is passed over."""
-    config = train.Data(files=str(tmp_path), format="tokens")
+    config = Data(files=str(tmp_path), format="tokens")
     for mask in ([1, 1, 1], [0, 1, 1]):
         row = {"input_ids": [5, 6, 7], name: mask}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         if all(mask):
-            assert train.load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+            assert load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
             for no_mask in "none", [0.5, 0.5, 0.5], [[1, 1, 1]], None:
                 (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: no_mask}) + "\n")
-                assert train.load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+                assert load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
             (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: [False, True, True]}) + "\n")
-            with pytest.raises(train.UserError, match=f"{name}' has 0 for"):
-                train.load_documents(config, config)
-    with pytest.raises(train.UserError, match=f"{name}' has 0 for .*{advice}"):
-        train.load_documents(config, config)
+            with pytest.raises(UserError, match=f"{name}' has 0 for"):
+                load_documents(config, config)
+    with pytest.raises(UserError, match=f"{name}' has 0 for .*{advice}"):
+        load_documents(config, config)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -85,11 +91,9 @@ def documents(folder, rows, format: str, saved: bool = False, **settings) -> lis
     else:
         source = {"files": str(folder / "rows.jsonl")}
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = train.Data(**source, format=format, tokenizer=byte_tokenizer(folder / "tokenizer", None), **settings)
-    tokenizer = train.load_tokenizer(config, train.Model())
-    return list(
-        train.tokenize(train.load_documents(config, config), config, tokenizer, Path(tempfile.mkdtemp(dir=folder)))
-    )
+    config = Data(**source, format=format, tokenizer=byte_tokenizer(folder / "tokenizer", None), **settings)
+    tokenizer = load_tokenizer(config, Model())
+    return list(tokenize(load_documents(config, config), config, tokenizer, Path(tempfile.mkdtemp(dir=folder))))
 
 
 def test_a_prompt_is_not_learned(tmp_path):
@@ -109,7 +113,7 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     """Byte pairs may join its last letter with the first of the completion. That token is learned."""
     tokenizer = transformers.ByT5Tokenizer()
     tokenizer.add_tokens(["bc"])
-    row = train.tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
+    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
 
@@ -123,9 +127,9 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
     tokenizer.add_tokens(["<s>"], special_tokens=True)
     specials = [("<s>", 259), ("<|im_end|>", END)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
-    config = mock.Mock(data=train.Data(files="a.txt"))
-    assert train.encode_prompt("ab", config, tokenizer)["input_ids"].tolist() == [list(ids)]
-    [text] = train.tokenize_text({"text": ["ab"]}, [0], ["text"], tokenizer)["input_ids"]
+    config = mock.Mock(data=Data(files="a.txt"))
+    assert encode_prompt("ab", config, tokenizer)["input_ids"].tolist() == [list(ids)]
+    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], tokenizer)["input_ids"]
     assert text == [*ids, END]
 
 
@@ -134,8 +138,8 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
 )
 def test_nulls_are_left_out(tmp_path, capsys, name, content):
     (tmp_path / name).write_text(content)
-    config = train.Data(files=str(tmp_path / name), drop_nulls=True)
-    assert train.load_documents(config, config)["text"][:] == ["a"]
+    config = Data(files=str(tmp_path / name), drop_nulls=True)
+    assert load_documents(config, config)["text"][:] == ["a"]
     assert "1 of 2 rows are null in 'text', and left out" in capsys.readouterr().out
 
 
@@ -151,8 +155,8 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
 )
 def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, texts):
     (tmp_path / name).write_text(content, newline="")
-    config = train.Data(files=str(tmp_path / name))
-    assert train.load_documents(config, config)["text"][:] == texts
+    config = Data(files=str(tmp_path / name))
+    assert load_documents(config, config)["text"][:] == texts
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_evaluation_on_what_is_trained_on_is_told(tmp_path, monkeypatch, capsys,
     for name in ("docs/a.txt", "docs/b.txt", "c.txt"):
         (tmp_path / name).write_text("some words")
     (tmp_path / "a.txt").symlink_to("docs/a.txt")
-    train.load_data(train.Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
+    load_data(Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
     told = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
     assert len(told) == bool(shared) and all(line.endswith(shared) for line in told)
 
@@ -225,7 +229,7 @@ def test_a_content_in_parts_is_their_text(tmp_path):
         by_hand([("user", "a"), ("assistant", "bc")], chatml=True)
     ]
     parts[0] = {"type": "image", "url": "a.png"}
-    with pytest.raises(train.UserError, match="row 0, counted from 0: ValueError: a content has the part .*a.png"):
+    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a content has the part .*a.png"):
         documents(tmp_path, [{"messages": row}], "chat", **CHATML)
 
 
@@ -273,18 +277,16 @@ def test_a_prompt_that_its_template_changes(tmp_path):
     (tmp_path / "template").write_text(template)
     row = {"prompt": "<think>a lot</think>b", "completion": "c"}
     row = {name: [{"role": "assistant", "content": content}] for name, content in row.items()}
-    with pytest.raises(
-        train.UserError, match="row 0, counted from 0: ValueError: the chat template changes the prompt"
-    ):
+    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: the chat template changes the prompt"):
         documents(tmp_path, [row], "chat", chat_template=str(tmp_path / "template"))
 
 
 def test_dates_are_not_learned_as_another_text(tmp_path):
     """Where all texts are dates, a .jsonl is read as times, and "2024-05-01" would be learned as something else."""
     row = {"messages": [{"role": role, "content": "2024-05-01"} for role in ("user", "assistant")]}
-    with pytest.raises(train.UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
+    with pytest.raises(UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
         documents(tmp_path, [row], "chat", **CHATML)
-    with pytest.raises(train.UserError, match="'completion' holds timestamp.*, not text; .* save them as .parquet"):
+    with pytest.raises(UserError, match="'completion' holds timestamp.*, not text; .* save them as .parquet"):
         documents(tmp_path, [{"prompt": "When?", "completion": "2024-05-01"}], "text")
 
 
@@ -300,7 +302,7 @@ def test_what_is_told_of_several_sources(tmp_path, capsys):
         rows = [{"text": "some words", extra: 1}] * 9 + [{"text": None, extra: 2}] * (name == "b")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = {name: {"files": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"}
-    config = train.Data(sources=sources, eval_fraction=0.3, drop_nulls=True)
+    config = Data(sources=sources, eval_fraction=0.3, drop_nulls=True)
     tokenizer = transformers.ByT5Tokenizer()
     told = [
         "Data: a: columns read: text; not read: id.",
@@ -308,11 +310,11 @@ def test_what_is_told_of_several_sources(tmp_path, capsys):
         "Data: b: 1 of 10 rows are null in 'text', and left out.",
     ]
     for _ in range(2):  # The second time from the index.
-        train.load_data(config, tokenizer, 0)
+        load_data(config, tokenizer, 0)
         assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(("Data", "Eval"))] == told
     held_out = {"files": str(tmp_path / "held.jsonl")}
-    config = train.Data(files=str(tmp_path / "a.jsonl"), eval_source={"same": config.sources["a"], "held": held_out})
-    train.load_data(config, tokenizer, 0)
+    config = Data(files=str(tmp_path / "a.jsonl"), eval_source={"same": config.sources["a"], "held": held_out})
+    load_data(config, tokenizer, 0)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(("Data", "Eval"))] == [
         "Data: columns read: text; not read: id.",
@@ -338,21 +340,21 @@ def test_rows_without_a_target_are_counted(tmp_path, capsys, packing, counts):
         {"input_ids": [5] * 3, "labels": [5] * 3},
     ]
     path = str(write_rows(tmp_path / "rows", rows))
-    config = train.Data(path=path, format="tokens", packing=packing, sequence_length=4)
+    config = Data(path=path, format="tokens", packing=packing, sequence_length=4)
     message = f"Data: rows without a target token, from which nothing is learned: {counts}."
     for _ in range(2):  # The second time from the index.
-        train.load_data(config, None, 0)
+        load_data(config, None, 0)
         assert message in capsys.readouterr().out.splitlines()
 
 
 def test_all_rows_with_a_target_need_no_word(tmp_path, capsys):
     path = str(write_rows(tmp_path / "rows", [{"input_ids": [3]}, {"input_ids": [3, 4]}]))
-    train.load_data(train.Data(path=path, format="tokens", packing="none", sequence_length=4), None, 0)
+    load_data(Data(path=path, format="tokens", packing="none", sequence_length=4), None, 0)
     assert "without a target" not in capsys.readouterr().out
 
 
 def test_no_documents(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None, None], pa.string())}), tmp_path / "a.parquet")
-    config = train.Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)
-    with pytest.raises(train.UserError, match="there are no documents"):
-        train.load_documents(config, config)
+    config = Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)
+    with pytest.raises(UserError, match="there are no documents"):
+        load_documents(config, config)

@@ -16,11 +16,24 @@ import test_damage
 import torch
 import transformers
 import yaml
-from helpers import ROOT, Done, check_continued, difference, resume_from, run, tiny_config, tiny_model, write_rows
+from helpers import (
+    LOSS_OF,
+    ROOT,
+    Done,
+    check_continued,
+    difference,
+    resume_from,
+    run,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
-import train
+from samerun.config import Batch, Model, Optim
+from samerun.errors import UserError
+from samerun.parallel.deepspeed import DeepSpeed
 
 pytest.importorskip("deepspeed", reason="pip install deepspeed==0.19.8")
 
@@ -256,7 +269,7 @@ def test_a_step_without_targets_changes_nothing(tmp_path, zero3, stage):
     assert difference(launch(tmp_path, config, launcher, *settings).weights, did.weights) < 1e-5
 
 
-def strategy(zero: dict, precision: str = "no", config: dict | None = None, **settings) -> train.DeepSpeed:
+def strategy(zero: dict, precision: str = "no", config: dict | None = None, **settings) -> DeepSpeed:
     """A DeepSpeed without processes."""
     plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2} | zero, **settings})
     accelerator = SimpleNamespace(
@@ -265,8 +278,8 @@ def strategy(zero: dict, precision: str = "no", config: dict | None = None, **se
         mixed_precision=precision,
         state=SimpleNamespace(deepspeed_plugin=plugin),
     )
-    sections = {"model": train.Model(pretrained="any"), "optim": train.Optim(), "batch": train.Batch()}
-    return train.DeepSpeed(SimpleNamespace(**sections | (config or {})), accelerator)
+    sections = {"model": Model(pretrained="any"), "optim": Optim(), "batch": Batch()}
+    return DeepSpeed(SimpleNamespace(**sections | (config or {})), accelerator, LOSS_OF)
 
 
 def test_accepted_launches():
@@ -284,13 +297,13 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
         ({"precision": "fp8"}, MORE.format("mixed_precision fp8")),
         ({"zero": {"offload_param": {"device": "cpu"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"zero": {"offload_optimizer": {"device": "nvme"}}}, MORE.format("offloading of the weights, or to NVMe")),
-        ({"config": {"optim": train.Optim(name="muon")}}, "needs whole matrices"),
+        ({"config": {"optim": Optim(name="muon")}}, "needs whole matrices"),
         (
-            {"config": {"model": train.Model(pretrained="any", pipeline_ranks=2)}},
+            {"config": {"model": Model(pretrained="any", pipeline_ranks=2)}},
             MORE.format("sequence, context, tensor or pipeline parallelism"),
         ),
         (
-            {"config": {"batch": train.Batch(max_micro_batch_size="auto")}},
+            {"config": {"batch": Batch(max_micro_batch_size="auto")}},
             MORE.format("batch.max_micro_batch_size: auto"),
         ),
         ({"train_batch_size": 64}, "train_batch_size of DeepSpeed is 64; leave it out, because batch and optim"),
@@ -300,14 +313,14 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
     ],
 )
 def test_refused_launches(launched, message):
-    with pytest.raises(train.UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         strategy(**{"zero": {}} | launched).check()
 
 
 @pytest.mark.parametrize("way", ["SP", "CP"])
 def test_refused_with_shared_rows(monkeypatch, way):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
-    with pytest.raises(train.UserError, match="sequence, context, tensor or pipeline parallelism"):
+    with pytest.raises(UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy({}).check()
 
 
@@ -320,7 +333,7 @@ def test_refused_numbers_of_updates(monkeypatch):
     monkeypatch.setattr(deepspeed, "step_without_update", lambda *_: None)
     three, four = torch.tensor(3.0), torch.tensor(4.0)
     deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, three))), None, [])
-    with pytest.raises(train.UserError, match="run.resume: some weights had more updates than others"):
+    with pytest.raises(UserError, match="run.resume: some weights had more updates than others"):
         deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, four))), None, [])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import (
+    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -26,7 +27,9 @@ from helpers import (
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
-import train
+from samerun.config import Batch, Config, Model, Optim
+from samerun.errors import UserError
+from samerun.parallel.expert import ExpertParallel
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FSDP2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": SCRIPT, "warm": True}
@@ -249,12 +252,12 @@ def strategy(processes: int, ranks: int, precision: str = "no", model: dict | No
         parallelism_config=more.get("groups"),
         state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
     )
-    config = train.Config.model_construct(
-        model=train.Model(pretrained="any", expert_ranks=ranks, **model or {}),
-        batch=train.Batch(global_batch_size=8, **more.get("batch", {})),
-        optim=train.Optim(**more.get("optim", {})),
+    config = Config.model_construct(
+        model=Model(pretrained="any", expert_ranks=ranks, **model or {}),
+        batch=Batch(global_batch_size=8, **more.get("batch", {})),
+        optim=Optim(**more.get("optim", {})),
     )
-    return train.ExpertParallel(config, accelerator)
+    return ExpertParallel(config, accelerator, LOSS_OF)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +275,14 @@ def strategy(processes: int, ranks: int, precision: str = "no", model: dict | No
     ],
 )
 def test_refused_settings(launched, message):
-    with pytest.raises(train.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         strategy(**{"processes": 4, "ranks": 2} | launched).check()
 
 
 @pytest.mark.parametrize("kind", ["SP", "CP", "TP"])
 def test_refused_beside_other_groups(monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
-    with pytest.raises(train.UserError, match="sequence, context, tensor or pipeline parallelism"):
+    with pytest.raises(UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy(4, 2).check()
 
 
@@ -294,7 +297,7 @@ def test_refused_beside_other_groups(monkeypatch, kind):
 )
 def test_refused_models(tmp_path, name, change, message):
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, name, **change))
-    with pytest.raises(train.UserError, match=f"model.expert_ranks 4: {message}"):
+    with pytest.raises(UserError, match=f"model.expert_ranks 4: {message}"):
         strategy(4, 4).prepare(model, [])
 
 
@@ -302,7 +305,7 @@ def test_refused_if_a_weight_would_stay_whole(tmp_path):
     """The ranks would train it on different tokens, and nobody would average its gradients."""
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "mixtral"))
     model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(32))
-    with pytest.raises(train.UserError, match="the plan of a mixtral leaves model.layers.1.mlp.experts.scale whole"):
+    with pytest.raises(UserError, match="the plan of a mixtral leaves model.layers.1.mlp.experts.scale whole"):
         strategy(2, 2).prepare(model, [])
 
 

@@ -9,7 +9,9 @@ import shutil
 import pytest
 from helpers import run, tiny_config, write_config
 
-import train
+from samerun.config import Data, Source
+from samerun.data.sources import BUILDERS, data_suffix, list_files, load_source
+from samerun.errors import UserError
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def texts(*patterns) -> list[str]:
-    return train.load_source(train.Source(files=list(patterns)))["text"]
+    return load_source(Source(files=list(patterns)))["text"]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +69,14 @@ def test_the_home_folder(folder, monkeypatch):
     """In a YAML file, no shell replaces the ~."""
     monkeypatch.setenv("HOME", str(folder))
     assert texts("~/docs", "!~/docs/private/*") == ["docs/a.txt"]
-    assert train.Source(path="~/docs").path == str(folder / "docs")
-    assert train.Data(tokenizer="~/docs").tokenizer == str(folder / "docs")
+    assert Source(path="~/docs").path == str(folder / "docs")
+    assert Data(tokenizer="~/docs").tokenizer == str(folder / "docs")
 
 
 def test_the_standard_library_can_be_left_out():
-    everything = train.list_files(["{stdlib}/*.py"])
+    everything = list_files(["{stdlib}/*.py"])
     assert len(everything) > 50
-    kept = train.list_files(["{stdlib}/*.py", "!{stdlib}/a*.py"])
+    kept = list_files(["{stdlib}/*.py", "!{stdlib}/a*.py"])
     assert 0 < len(kept) < len(everything) and not any(os.path.basename(file).startswith("a") for file in kept)
 
 
@@ -89,13 +91,13 @@ def test_the_standard_library_can_be_left_out():
     ],
 )
 def test_what_is_refused(folder, patterns, message):
-    with pytest.raises(train.UserError, match=f"data.files: .*{message}"):
-        train.list_files(patterns)
+    with pytest.raises(UserError, match=f"data.files: .*{message}"):
+        list_files(patterns)
 
 
 def test_a_name_that_datasets_cannot_read(folder):
     (folder / "d::e.txt").write_text("x")
-    with pytest.raises(train.UserError, match=r"data.files: d::e.txt: .*rename"):
+    with pytest.raises(UserError, match=r"data.files: d::e.txt: .*rename"):
         texts("d::e.txt")
 
 
@@ -117,7 +119,7 @@ def test_an_archive_tells_by_its_name_what_is_in_it(tmp_path, name):
     if ".jsonl" in name:
         assert texts(str(tmp_path / name)) == ["1", "2"]
     else:
-        with pytest.raises(train.UserError, match=f"data.files: .*{name}: unpack it, or name it"):
+        with pytest.raises(UserError, match=f"data.files: .*{name}: unpack it, or name it"):
             texts(str(tmp_path / name))
 
 
@@ -130,7 +132,7 @@ def test_a_compressed_text(tmp_path):
     "url", ["https://host/a.jsonl?download=true", "https://host/a.jsonl.gz#x", "hf://datasets/b/a.JSONL"]
 )
 def test_the_format_of_a_url(url):
-    assert train.BUILDERS[train.data_suffix(url)] == "json"
+    assert BUILDERS[data_suffix(url)] == "json"
 
 
 def test_a_saved_folder_has_no_split(tmp_path):

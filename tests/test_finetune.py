@@ -24,7 +24,10 @@ from reference import evaluation_loss, shuffled, train_reference
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-import train
+from samerun.config import Data, Model
+from samerun.data.tokenize import tokenize, tokenize_turns
+from samerun.model.build import build_model, flops_per_token
+from samerun.model.tokenizer import load_tokenizer
 
 # Conversations --------------------------------------------------------------------------------------------------------
 
@@ -121,13 +124,13 @@ def chat(tmp_path_factory):
 @pytest.mark.parametrize("chatml", [True, False], ids=["configs/chat_template.jinja", "the tokenizer's template"])
 def test_tokens_and_labels_of_conversations(chat, tmp_path, chatml, first):
     """All is masked but what the assistant says, and the end token by which it learns to stop."""
-    data = train.Data(
+    data = Data(
         format="chat",
         tokenizer=str(chat[0] / ("without" if chatml else "with")),
         chat_template=str(CHATML) if chatml else None,
     )
     documents = datasets.load_from_disk(write_chats(tmp_path / "chats", first))
-    rows = list(train.tokenize(documents, data, train.load_tokenizer(data, train.Model()), tmp_path / "tokens"))
+    rows = list(tokenize(documents, data, load_tokenizer(data, Model()), tmp_path / "tokens"))
     assert rows == [by_hand(chat, chatml) for chat in CHATS.values()]
 
 
@@ -145,8 +148,8 @@ CONTENT_ALONE = """{%- for message in messages -%}<|im_start|>{{ message['role']
 def test_turns_whose_edges_have_no_token_of_their_own(chat, tmp_path, kind, template):
     """Tokenizers may say that spaces have no characters of the text, or make one character of two. What is learned is
     the same. transformers' own mask ends before such a turn, or goes on to the end of the conversation."""
-    data = train.Data(format="chat", tokenizer=str(chat[0] / "without"), chat_template=str(CHATML))
-    tokenizer = train.load_tokenizer(data, train.Model())
+    data = Data(format="chat", tokenizer=str(chat[0] / "without"), chat_template=str(CHATML))
+    tokenizer = load_tokenizer(data, Model())
     if template == "content alone":
         tokenizer.chat_template = CONTENT_ALONE
     backend, composed = tokenizer.backend_tokenizer, str
@@ -159,7 +162,7 @@ def test_turns_whose_edges_have_no_token_of_their_own(chat, tmp_path, kind, temp
         expected = by_hand([(role, composed(content)) for role, content in turns], True)
         if template == "content alone":
             expected["labels"] = [-100 if label == END else label for label in expected["labels"]]
-        ids, said = train.tokenize_turns([{"role": role, "content": content} for role, content in turns], tokenizer)
+        ids, said = tokenize_turns([{"role": role, "content": content} for role, content in turns], tokenizer)
         assert ids == expected["input_ids"]
         assert [token if is_said else -100 for token, is_said in zip(ids, said)] == expected["labels"]
 
@@ -450,9 +453,9 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
 def test_lora_beside_weights_in_bf16(lora, tmp_path):
     """The frozen weights are bf16 in memory, the adapters are float32 there and in the export."""
     config, _, truth = lora("all-linear")
-    settings = train.Model(**config["model"], dtype="bfloat16")
+    settings = Model(**config["model"], dtype="bfloat16")
     found = transformers.AutoConfig.from_pretrained(config["model"]["pretrained"])
-    model = train.build_model(settings, found, VOCABULARY, 7)
+    model = build_model(settings, found, VOCABULARY, 7)
     types = {(("lora" in name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     assert types == {(True, True, torch.float32), (False, False, torch.bfloat16)}
 
@@ -500,8 +503,8 @@ def test_lora_flops(targets):
     else:  # Neither do the first layer's attention and what goes into its o_proj.
         flops -= 2 * of_qkv + 2 * attention + 2 * hidden * heads * size + 2 * r * heads * size
     lora = {"r": r, "target_modules": targets}
-    assert train.flops_per_token(found, lora, length) == pytest.approx(flops, rel=0.02)
-    assert train.flops_per_token(found, None, length) > 1.4 * flops
+    assert flops_per_token(found, lora, length) == pytest.approx(flops, rel=0.02)
+    assert flops_per_token(found, None, length) > 1.4 * flops
 
 
 # torch.compile and gradient checkpointing -----------------------------------------------------------------------------

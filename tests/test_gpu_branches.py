@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import train
+from samerun.config import Batch, Config, Run
+from samerun.data.batches import Documents, collate
+from samerun.errors import UserError
+from samerun.model.attention import attention_by_document, flash_attention, has_flash, piece_of
+from samerun.run.launch import reseed, start_accelerator
+from samerun.run.meter import Meter, peak_memory
+from samerun.run.resume import Saver
 
 CUDA = torch.device("cuda")
 
@@ -29,14 +35,14 @@ def test_rows_are_copied_in_the_background(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     row = np.array([[5, 6, 7], [6, 7, -100], [0, 1, 2]])
-    batch = train.collate([row], CUDA, joined=False)
+    batch = collate([row], CUDA, joined=False)
     assert calls == ["pin_memory", ("cuda", True)] * 2
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7]],
         "targets": [[6, 7, -100]],
     }
     calls.clear()
-    batch = train.collate([row], CUDA, joined=True)
+    batch = collate([row], CUDA, joined=True)
     assert calls == ["pin_memory", ("cuda", True)] * 4
     assert batch["documents"].lengths == (3,) and batch["documents"].ends.tolist() == [0, 3]
 
@@ -76,24 +82,22 @@ def varlen_attn(
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_flash_attention_of_documents(monkeypatch, window, key_heads, scaling):
     """The kernel's stand-in gets what it needs. To rounding it is the same as one document after the other."""
-    monkeypatch.setattr(train, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("samerun.model.attention.varlen_attn", varlen_attn)
     torch.manual_seed(0)
     lengths = (5, 1, 6, 6)
-    documents = train.Documents(lengths, 6, torch.tensor([0, 5, 6, 12, 18], dtype=torch.int32))
+    documents = Documents(lengths, 6, torch.tensor([0, 5, 6, 12, 18], dtype=torch.int32))
     query = torch.randn(1, 4, 18, 8)
     key, value = torch.randn(2, 1, key_heads, 18, 8).unbind()
     options = {"scaling": scaling, "sliding_window": window}
     module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-    expected = train.attention_by_document(module, query, key, value, documents, documents, **options)
-    found = train.flash_attention(
-        *(states.bfloat16() for states in (query, key, value)), documents, documents, **options
-    )
+    expected = attention_by_document(module, query, key, value, documents, documents, **options)
+    found = flash_attention(*(states.bfloat16() for states in (query, key, value)), documents, documents, **options)
     assert found.shape == expected.shape == (1, 18, 4, 8)
     assert torch.allclose(found.float(), expected, rtol=0, atol=0.05)
 
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # Rotary embeddings are in float32 then.
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    under_autocast = train.flash_attention(query, key, value.bfloat16(), documents, documents, **options)
+    under_autocast = flash_attention(query, key, value.bfloat16(), documents, documents, **options)
     assert torch.equal(under_autocast, found)
 
 
@@ -101,16 +105,16 @@ def test_flash_attention_of_documents(monkeypatch, window, key_heads, scaling):
 @pytest.mark.parametrize("begin, end", [(0, 9), (3, 8), (12, 18)])
 def test_flash_attention_of_a_piece_of_a_row(monkeypatch, begin, end, window):
     """With context parallelism. To rounding it is what the whole row has there."""
-    monkeypatch.setattr(train, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("samerun.model.attention.varlen_attn", varlen_attn)
     torch.manual_seed(0)
-    documents = train.Documents((5, 1, 12), 12, torch.tensor([0, 5, 6, 18], dtype=torch.int32))
+    documents = Documents((5, 1, 12), 12, torch.tensor([0, 5, 6, 18], dtype=torch.int32))
     query, (key, value) = torch.randn(1, 4, 18, 8).bfloat16(), torch.randn(2, 1, 2, 18, 8).bfloat16()
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     options = {"sliding_window": window}
-    row = train.attention_by_document(module, query, key, value, documents, documents, **options)
-    piece = train.piece_of(documents, begin, end)
+    row = attention_by_document(module, query, key, value, documents, documents, **options)
+    piece = piece_of(documents, begin, end)
     queries, seen = query[:, :, begin:end], [states[:, :, piece.begin : end] for states in (key, value)]
-    found = train.flash_attention(queries, *seen, piece.own, piece.seen, **options)
+    found = flash_attention(queries, *seen, piece.own, piece.seen, **options)
     assert torch.allclose(found, row[:, begin:end], rtol=0, atol=0.05)
 
 
@@ -131,15 +135,15 @@ def test_what_flash_attention_takes(monkeypatch, capability, dtype, head, value_
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(is_cuda=True, device=CUDA, shape=(1, 4, 8, head))
     value = SimpleNamespace(dtype=dtype, shape=(1, 4, 8, value_head))
-    assert train.has_flash(query, value, dropout=dropout, scaling=None, sliding_window=4) == flash
+    assert has_flash(query, value, dropout=dropout, scaling=None, sliding_window=4) == flash
 
 
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])
 def test_a_checkpoint_is_copied_to_pinned_memory(tmp_path, monkeypatch, device, pinned):
     chosen = []
-    monkeypatch.setattr(train, "StateDictStager", lambda pin_memory: chosen.append(pin_memory))
+    monkeypatch.setattr("samerun.run.resume.StateDictStager", lambda pin_memory: chosen.append(pin_memory))
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-    train.Saver(SimpleNamespace(accelerator=accelerator, folder=SimpleNamespace(checkpoints=tmp_path)), {}, 0)
+    Saver(SimpleNamespace(accelerator=accelerator, folder=SimpleNamespace(checkpoints=tmp_path)), {}, 0)
     assert chosen == [pinned]
 
 
@@ -148,7 +152,7 @@ def test_events_take_the_time_of_a_gpu(monkeypatch):
     stream = SimpleNamespace(record_event=lambda event: recorded.append(event) or event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: ("event", enable_timing))
-    meter = train.Meter()
+    meter = Meter()
     meter.watch(torch.device("cpu"))
     assert meter.event is None
     meter.watch(CUDA)
@@ -157,14 +161,14 @@ def test_events_take_the_time_of_a_gpu(monkeypatch):
 
 def test_peak_memory_is_that_of_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {CUDA: 5}[device])
-    assert train.peak_memory(CUDA) == 5 < train.peak_memory(torch.device("cpu"))
+    assert peak_memory(CUDA) == 5 < peak_memory(torch.device("cpu"))
 
 
 def test_seeds_are_the_same_with_and_without_a_gpu(monkeypatch):
     numbers = []
     for there_is_one in True, False:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda answer=there_is_one: answer)
-        train.reseed(7)
+        reseed(7)
         numbers.append(torch.rand(3).tolist())
     assert numbers[0] == numbers[1]
 
@@ -179,7 +183,7 @@ def test_a_gpu_is_used_if_there_is_one(tmp_path, monkeypatch, there_is_one):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there_is_one)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(train, "Accelerator", accelerator)
-    config = train.Config.model_construct(run=train.Run(output_dir=str(tmp_path)), batch=train.Batch())
-    with pytest.raises(train.UserError, match=f"Asked: {not there_is_one}"):
-        train.start_accelerator(config)
+    monkeypatch.setattr("samerun.run.launch.Accelerator", accelerator)
+    config = Config.model_construct(run=Run(output_dir=str(tmp_path)), batch=Batch())
+    with pytest.raises(UserError, match=f"Asked: {not there_is_one}"):
+        start_accelerator(config)

@@ -18,7 +18,10 @@ import transformers
 from helpers import launch, make_rows, run, tiny_config, write_rows
 from reference import shuffled
 
-import train
+from samerun.config import Data
+from samerun.data.load import load_data
+from samerun.data.rows import Dataset
+from samerun.errors import UserError
 
 LENGTH = 8
 
@@ -59,11 +62,11 @@ def save(folder: Path, documents: list[dict], batch: int = 5, shards: int = 3) -
     return folder
 
 
-def config_of(folder: Path, **settings) -> train.Data:
-    return train.Data(path=str(folder), format="tokens", sequence_length=LENGTH, **({"packing": "none"} | settings))
+def config_of(folder: Path, **settings) -> Data:
+    return Data(path=str(folder), format="tokens", sequence_length=LENGTH, **({"packing": "none"} | settings))
 
 
-def read_all(data: train.Dataset) -> list[list[tuple]]:
+def read_all(data: Dataset) -> list[list[tuple]]:
     return [list(zip(*data.read(row).tolist())) for row in range(len(data))]
 
 
@@ -87,7 +90,7 @@ def test_rows(tmp_path, packing, masked):
     positions = [position for row in expected for _, _, position in row]
     pieces = np.diff([at for at, position in enumerate(positions) if position == 0] + [len(positions)])
     for _ in range(2):
-        data, _ = train.load_data(config, None, seed=3)
+        data, _ = load_data(config, None, seed=3)
         assert read_all(data) == expected
         lengths, targets = data.sizes(np.arange(len(data)))
         assert lengths.tolist() == [len(row) for row in expected] and data.tokens == sum(lengths)
@@ -103,7 +106,7 @@ def test_a_split_named_twice(tmp_path, packing):
         rows = "".join(json.dumps({"input_ids": [number] * length}) + "\n" for length in (2, 7, 4))
         (tmp_path / f"{split}.jsonl").write_text(rows)
     before = sorted(tmp_path.iterdir())
-    data, _ = train.load_data(config_of(tmp_path, split="test+train+test", packing=packing), None, seed=0)
+    data, _ = load_data(config_of(tmp_path, split="test+train+test", packing=packing), None, seed=0)
     found = sorted(token for row in read_all(data) for token, _, _ in row)
     assert found == [3] * 13 + [5] * 26 and sorted(tmp_path.iterdir()) == before
 
@@ -121,13 +124,13 @@ def sources(tmp_path):
     return {
         "saved": config_of(tmp_path / "saved"),
         "held out": config_of(tmp_path / "saved", eval_fraction=0.2),
-        "texts": train.Data(files=str(tmp_path / "texts"), sequence_length=LENGTH),
-        "packed": train.Data(files=str(tmp_path / "texts"), sequence_length=LENGTH, packing="best_fit"),
+        "texts": Data(files=str(tmp_path / "texts"), sequence_length=LENGTH),
+        "packed": Data(files=str(tmp_path / "texts"), sequence_length=LENGTH, packing="best_fit"),
         "part": config_of(tmp_path / "files", split="train[5:9]"),
     }
 
 
-def parts_of(loaded: tuple) -> list[train.Dataset]:
+def parts_of(loaded: tuple) -> list[Dataset]:
     """What is trained on, and what is held out if there is any."""
     data, held_out = loaded
     return [data, *held_out.values()]
@@ -136,7 +139,7 @@ def parts_of(loaded: tuple) -> list[train.Dataset]:
 @pytest.mark.parametrize("kind", ["saved", "held out", "texts", "packed", "part"])
 def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
     tokenizer = transformers.ByT5Tokenizer()
-    first = parts_of(train.load_data(sources[kind], tokenizer, seed=0))
+    first = parts_of(load_data(sources[kind], tokenizer, seed=0))
     told = capsys.readouterr().out
     if kind == "part":
         assert sorted(row[0][0] for row in read_all(first[0])) == [5, 6, 7, 8]
@@ -145,7 +148,7 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
         raise AssertionError("the data is opened")
 
     monkeypatch.setattr(datasets.Dataset, "__init__", fail)
-    second = parts_of(train.load_data(sources[kind], tokenizer, seed=0))
+    second = parts_of(load_data(sources[kind], tokenizer, seed=0))
     for before, now in zip(first, second, strict=True):
         assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
         for numbers in now.edges, now.chunks:  # They are of mapped files, and not copied.
@@ -155,7 +158,7 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
     assert ("not read: id" in told) == (kind in ("texts", "packed"))
 
 
-def index_folder(data: train.Dataset) -> Path:
+def index_folder(data: Dataset) -> Path:
     return Path(data.edges.base.filename if isinstance(data.edges.base, np.memmap) else data.edges.filename).parent
 
 
@@ -163,7 +166,7 @@ def index_folder(data: train.Dataset) -> Path:
 def test_a_damaged_index_is_made_anew(tmp_path, harm):
     documents = documents_of(2, masked=0.3)
     config = config_of(save(tmp_path / "documents", documents), packing="concat")
-    data, _ = train.load_data(config, None, seed=0)
+    data, _ = load_data(config, None, seed=0)
     folder = index_folder(data)
     if harm == "no index.json":  # As if the machine had stopped before the end.
         (folder / "index.json").unlink()
@@ -174,7 +177,7 @@ def test_a_damaged_index_is_made_anew(tmp_path, harm):
         (folder / "index.json").write_text((folder / "index.json").read_text()[:-30])
     else:
         (folder / "first.bin").unlink()
-    data, _ = train.load_data(config, None, seed=0)
+    data, _ = load_data(config, None, seed=0)
     assert read_all(data) == rows_of(documents, "concat") and index_folder(data) == folder
 
 
@@ -184,21 +187,21 @@ def test_other_data_in_the_same_place(tmp_path):
     for seed in 1, 2:
         documents = documents_of(seed)
         shutil.rmtree(folder, ignore_errors=True)
-        data, _ = train.load_data(config_of(save(folder, documents)), None, seed=0)
+        data, _ = load_data(config_of(save(folder, documents)), None, seed=0)
         assert read_all(data) == rows_of(documents, "none")
     for file in folder.glob("*.arrow"):
         file.write_bytes(file.read_bytes())  # The same tokens, written at another time: another index of the same rows.
-    other, _ = train.load_data(config_of(folder), None, seed=0)
+    other, _ = load_data(config_of(folder), None, seed=0)
     assert index_folder(other) != index_folder(data) and other.fingerprint() == data.fingerprint()
 
 
 def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 10)
-    config, tokenizer = train.Data(files=str(tmp_path / "a.txt"), sequence_length=LENGTH), transformers.ByT5Tokenizer()
-    before, _ = train.load_data(config, tokenizer, seed=0)
+    config, tokenizer = Data(files=str(tmp_path / "a.txt"), sequence_length=LENGTH), transformers.ByT5Tokenizer()
+    before, _ = load_data(config, tokenizer, seed=0)
     for file, _ in before.index["token_files"]:
         Path(file).unlink()
-    now, _ = train.load_data(config, tokenizer, seed=0)
+    now, _ = load_data(config, tokenizer, seed=0)
     assert read_all(now) == read_all(before)
 
 
@@ -209,9 +212,9 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     more = [{"sequence_length": 5}, {"packing": "none"}, {"column": "other"}, {"eval_fraction": 0.3}]
     longer = transformers.ByT5Tokenizer()
     longer.add_tokens(["words"])
-    loaded = [train.load_data(train.Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
-    loaded += [train.load_data(train.Data(**base), longer, 0)]
-    loaded += [train.load_data(train.Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
+    loaded = [load_data(Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
+    loaded += [load_data(Data(**base), longer, 0)]
+    loaded += [load_data(Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
     folders = [index_folder(part) for one in loaded for part in parts_of(one)]
     assert len(set(folders)) == len(folders) == 9
 
@@ -251,5 +254,5 @@ def test_compressed_tokens_are_refused(tmp_path):
         table = pa.ipc.open_stream(file.read_bytes()).read_all()
         with pa.ipc.new_stream(str(file), table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
             writer.write_table(table)
-    with pytest.raises(train.UserError, match="compressed; save the data set anew"):
-        train.load_data(config_of(folder), None, seed=0)
+    with pytest.raises(UserError, match="compressed; save the data set anew"):
+        load_data(config_of(folder), None, seed=0)

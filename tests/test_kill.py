@@ -39,6 +39,8 @@ from helpers import (
 from warm import Launch
 
 import train
+from samerun.run.launch import Stop, report
+from samerun.run.resume import Saver
 
 MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 72, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
 ALLOWED_SECONDS = 30  # Between SIGTERM and SIGKILL, by torchrun and by most schedulers.
@@ -378,7 +380,7 @@ def test_a_signal_is_answered_at_once(tmp_path, monkeypatch, capfd, number, name
 
 def test_with_nohup_it_outlives_its_terminal(tmp_path, monkeypatch):
     """nohup starts a program that ignores SIGHUP, and it must go on to do so."""
-    handled, saver = [], train.Saver
+    handled, saver = [], Saver
 
     def hung_up(*args):
         handled.append(signal.getsignal(signal.SIGHUP))
@@ -457,9 +459,9 @@ def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, capsys, signalled):
     """Another one has failed, and says why. Only where nobody ends this one is the connection the news."""
-    monkeypatch.setattr(train.Stop, "requested", "SIGTERM" if signalled else "")
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
-    assert train.report(RuntimeError("Connection closed by peer")) == 1
+    monkeypatch.setattr(Stop, "requested", "SIGTERM" if signalled else "")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert report(RuntimeError("Connection closed by peer")) == 1
     assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")
 
 

@@ -138,7 +138,8 @@ def test_chunked_loss_is_the_run_of_one_process(runs, config, tmp_path, case, se
     """Of 16 tokens at a time, so that a micro-batch has several chunks. The one process has all logits at once."""
     script = tmp_path / "fork.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\ntrain.CHUNK = 16\nsys.exit(train.main())\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom samerun.model import loss\n"
+        "loss.CHUNK = 16\nsys.exit(train.main())\n"
     )
     model = ()
     if TIED in settings:

@@ -13,6 +13,11 @@ import torch
 from helpers import launch, run, tiny_config
 
 import train
+from samerun.config import Perf
+from samerun.parallel import base
+from samerun.parallel.base import DDP
+from samerun.run import setup as setup_room
+from samerun.run.meter import Meter, Profiler, peak_flops
 
 TRAINING = "data", "micro_steps", "optimizer"
 STEP = {"rows": 8, "tokens": 1024, "real_tokens": 768, "target_tokens": 500}
@@ -23,7 +28,7 @@ class Clock:
 
     def __init__(self, now=0.0):
         self.now = now
-        self.meter = train.Meter(clock=lambda: self.now, started=now)
+        self.meter = Meter(clock=lambda: self.now, started=now)
 
     def spend(self, **seconds):
         """Enter each phase in turn and stay for so long."""
@@ -87,7 +92,7 @@ def test_parts_sum_to_the_wall_clock_at_any_moment():
 
 def test_time_before_the_meter_existed_is_startup():
     """Importing the libraries takes seconds of the user's time."""
-    meter = train.Meter(clock=lambda: 100.0, started=90.0)
+    meter = Meter(clock=lambda: 100.0, started=90.0)
     assert meter.summary()["summary/startup_seconds"] == meter.summary()["summary/wall_seconds"] == 10.0
 
 
@@ -198,7 +203,7 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
 def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     """Through main(): 18 steps, the first of a launch being warmup, 3 evaluations and 3 saves. Time passes nowhere but
     in what is named here, so that the sums are exact however busy the machine is."""
-    assert train.Meter().clock is time.perf_counter
+    assert Meter().clock is time.perf_counter
     now = [0.0]
 
     def takes(seconds, where, name):
@@ -213,12 +218,12 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     config = tiny_config(tmp_path)
     config["run"] |= {"max_steps": 18, "eval_every": 8, "save_every": 8, "log_every": 1}
     monkeypatch.setattr(train, "STARTED", 0.0)
-    monkeypatch.setattr(train, "Meter", partial(train.Meter, lambda: now[0]))
-    takes(1, train.DDP, "forward_backward")
-    takes(2, train.DDP, "clip_gradients")
-    takes(4, train, "load_step")
+    monkeypatch.setattr(train, "Meter", partial(Meter, lambda: now[0]))
+    takes(1, DDP, "forward_backward")
+    takes(2, DDP, "clip_gradients")
+    takes(4, setup_room, "load_step")
     takes(64, train, "evaluate")
-    takes(1024, train, "trained_state")  # What a save does before it goes on in the background.
+    takes(1024, base, "trained_state")  # What a save does before it goes on in the background.
     takes(16384, train, "build_setup")
     done = run(tmp_path, config)
     seconds = {key[8:-8]: value for key, value in done.metrics[-1].items() if key.endswith("_seconds")}
@@ -315,7 +320,7 @@ def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all": calls.append(enabled))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path.name))
-    profiler, calls_after = train.Profiler([2, 3], tmp_path, torch.device("cuda")), []
+    profiler, calls_after = Profiler([2, 3], tmp_path, torch.device("cuda")), []
     for step in range(5):
         profiler.after_step(step)
         calls_after.append(list(calls))
@@ -328,13 +333,13 @@ def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):
 
 def test_no_peak_is_guessed_for_a_cpu():
     for precision in "no", "bf16", "fp16", "fp8":
-        assert train.peak_flops(torch.device("cpu"), precision, train.Perf()) is None
+        assert peak_flops(torch.device("cpu"), precision, Perf()) is None
 
 
 def test_peak_of_the_config_overrides_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     for device in "cpu", "cuda":
-        assert train.peak_flops(torch.device(device), "bf16", train.Perf(peak_tflops=123)) == 123e12
+        assert peak_flops(torch.device(device), "bf16", Perf(peak_tflops=123)) == 123e12
 
 
 @pytest.mark.parametrize(
@@ -355,7 +360,7 @@ def test_peak_of_the_config_overrides_the_table(monkeypatch):
 )
 def test_known_peaks(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    assert train.peak_flops(torch.device("cuda"), precision, train.Perf()) == (tflops and tflops * 1e12)
+    assert peak_flops(torch.device("cuda"), precision, Perf()) == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -375,4 +380,4 @@ def test_known_peaks(monkeypatch, name, precision, tflops):
 def test_a_device_is_not_taken_for_one_of_a_like_name(monkeypatch, name, precision, tflops):
     """Part of each of these names is in the table. Its own number or none is right, a neighbour's is a guess."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    assert train.peak_flops(torch.device("cuda"), precision, train.Perf()) in (None, tflops and tflops * 1e12)
+    assert peak_flops(torch.device("cuda"), precision, Perf()) in (None, tflops and tflops * 1e12)

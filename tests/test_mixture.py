@@ -12,6 +12,11 @@ from reference import shuffled, summed_loss, train_reference
 from test_models import HostReads
 
 import train
+from samerun.cli import help_text, load_config
+from samerun.config import Data, WeightedSource, rows_per_block
+from samerun.data.load import load_data
+from samerun.data.rows import Dataset
+from samerun.errors import UserError
 
 SIZES = {"web": 9, "code": 23, "math": 4}
 WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
@@ -35,9 +40,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def config_of(folder, names=tuple(SIZES), **settings) -> train.Data:
+def config_of(folder, names=tuple(SIZES), **settings) -> Data:
     sources = {name: {"path": str(folder / name), "weight": WEIGHTS[name]} for name in names}
-    return train.Data(sources=sources, format="tokens", packing="none", sequence_length=8, **settings)
+    return Data(sources=sources, format="tokens", packing="none", sequence_length=8, **settings)
 
 
 def rows_read(data, start: int, count: int) -> list[tuple[str, int]]:
@@ -48,7 +53,7 @@ def rows_read(data, start: int, count: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_the_stream(folder, seed):
     """From any position on; in each block the exact shares; and each source goes on as if it were alone."""
-    data, _ = train.load_data(config_of(folder), None, seed)
+    data, _ = load_data(config_of(folder), None, seed)
     stream = rows_read(data, 0, 400)
     assert stream == mixed(seed, 400, COUNTS, SIZES)
     for start, count in (0, 1), (9, 1), (9, 2), (10, 10), (13, 57), (395, 5):
@@ -69,8 +74,8 @@ def test_the_stream(folder, seed):
 
 
 def test_a_source_does_not_notice_the_others(folder):
-    some, _ = train.load_data(config_of(folder, ["web", "math"]), None, 3)
-    all, _ = train.load_data(config_of(folder), None, 3)
+    some, _ = load_data(config_of(folder, ["web", "math"]), None, 3)
+    all, _ = load_data(config_of(folder), None, 3)
     for name in "web", "math":
         one, other = ([row for source, row in rows_read(data, 0, 70) if source == name] for data in (some, all))
         shared = min(len(one), len(other))
@@ -78,10 +83,10 @@ def test_a_source_does_not_notice_the_others(folder):
 
 
 def test_a_single_source_is_the_short_form(folder):
-    mixture, _ = train.load_data(config_of(folder, ["code"]), None, 5)
-    alone = train.Data(path=str(folder / "code"), format="tokens", packing="none", sequence_length=8)
-    alone, _ = train.load_data(alone, None, 5)
-    assert isinstance(alone, train.Dataset)
+    mixture, _ = load_data(config_of(folder, ["code"]), None, 5)
+    alone = Data(path=str(folder / "code"), format="tokens", packing="none", sequence_length=8)
+    alone, _ = load_data(alone, None, 5)
+    assert isinstance(alone, Dataset)
     assert mixture.rows_at(17, 300).tolist() == alone.rows_at(17, 300).tolist()
     assert all((mixture.read(row) == alone.read(row)).all() for row in range(23))
 
@@ -101,16 +106,16 @@ def test_a_single_source_is_the_short_form(folder):
     ],
 )
 def test_rows_per_block(weights, counts):
-    sources = {f"s{at}": train.WeightedSource(path="x", weight=weight) for at, weight in enumerate(weights)}
+    sources = {f"s{at}": WeightedSource(path="x", weight=weight) for at, weight in enumerate(weights)}
     if counts:
-        assert train.rows_per_block(sources) == counts
+        assert rows_per_block(sources) == counts
     else:
-        with pytest.raises(train.UserError, match="data.sources: the weights .* 10,000 are the most; round them"):
-            train.rows_per_block(sources)
+        with pytest.raises(UserError, match="data.sources: the weights .* 10,000 are the most; round them"):
+            rows_per_block(sources)
 
 
 def test_a_share_of_each_source_is_held_out(folder):
-    kept, evaluations = train.load_data(config_of(folder, eval_fraction=0.25), None, 0)
+    kept, evaluations = load_data(config_of(folder, eval_fraction=0.25), None, 0)
     held_out = evaluations[""]
     assert {name: len(data) for name, data in held_out.sources.items()} == {"web": 3, "code": 6, "math": 1}
     parts = [{tuple(data.read(row)[0, :2]) for row in range(len(data))} for data in (kept, held_out)]
@@ -125,8 +130,8 @@ def test_formats_and_columns_of_their_own(tmp_path):
         "a": {"files": str(tmp_path / "a.jsonl"), "weight": 1},
         "b": {"files": str(tmp_path / "b.jsonl"), "weight": 1, "column": "body"},
     }
-    data = train.Data(sources=sources, packing="none", sequence_length=8)
-    data, _ = train.load_data(data, transformers.ByT5Tokenizer(), 0)
+    data = Data(sources=sources, packing="none", sequence_length=8)
+    data, _ = load_data(data, transformers.ByT5Tokenizer(), 0)
     texts = [bytes(token - 3 for token in data.read(row)[0, :-1].tolist()).decode() for row in data.rows_at(0, 8)]
     assert sorted(texts) == ["abc"] * 4 + ["xy"] * 4
 
@@ -233,7 +238,7 @@ def test_losses_and_shares_of_the_sources(truth, tmp_path, way):
 def test_losses_of_the_sources_in_chunks(truth, tmp_path, monkeypatch, chunk):
     """Chunks end inside of sources, and sources inside of chunks."""
     config, _, expected = truth
-    monkeypatch.setattr(train, "CHUNK", chunk)
+    monkeypatch.setattr("samerun.model.loss.CHUNK", chunk)
     check_sources(run(tmp_path, config, *CHUNKED, "--batch.max_micro_batch_size", 4), expected)
 
 
@@ -357,8 +362,8 @@ def test_bad_sources(tmp_path, data, words):
     config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 1}, "model": {"pretrained": "x"}, "data": data}
     config["eval"] = {"max_rows": 3}
     (tmp_path / "c.yaml").write_text(json.dumps(config))
-    with pytest.raises(train.UserError) as error:
-        train.load_config(["--config", str(tmp_path / "c.yaml")])
+    with pytest.raises(UserError) as error:
+        load_config(["--config", str(tmp_path / "c.yaml")])
     assert words in str(error.value)
 
 
@@ -372,4 +377,4 @@ def test_epochs_and_an_empty_source(tmp_path):
 
 
 def test_help_names_the_mapping():
-    assert "--data.sources  dict[str, WeightedSource] | None, default null" in train.help_text()
+    assert "--data.sources  dict[str, WeightedSource] | None, default null" in help_text(train.__doc__)

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import VOCABULARY, run, tiny_config, tiny_model, write_rows
+from helpers import LOSS_OF, VOCABULARY, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
+from samerun.config import Model
+from samerun.data.batches import collate
+from samerun.data.rows import Dataset
+from samerun.errors import UserError
+from samerun.model.build import add_lora, build_model, compile_model, flops_per_token, has_known_layers, shapes_weights
+from samerun.model.checks import check_loss, settle_attention, what_leaks
+from samerun.model.loss import joins_documents, model_inputs
 
 SHAPE = {
     "vocab_size": 97,
@@ -65,10 +72,10 @@ PADDED = "nemotron, which does not tell its attention the documents"
 
 def test_flash_attention_of_transformers_is_told_the_documents():
     """In its own words. That it then keeps them apart, only a GPU can show."""
-    batch = train.collate([as_row(np.arange(3), np.arange(2)), as_row(np.arange(4))], torch.device("cpu"), joined=True)
+    batch = collate([as_row(np.arange(3), np.arange(2)), as_row(np.arange(4))], torch.device("cpu"), joined=True)
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
-    assert train.joins_documents(model)
-    inputs = train.model_inputs(model, batch)
+    assert joins_documents(model)
+    inputs = model_inputs(model, batch)
     ends = inputs["cu_seq_lens_q"]
     assert ends.tolist() == [0, 3, 5, 9] and ends.dtype == torch.int32 and inputs["cu_seq_lens_k"] is ends
     assert inputs["max_length_q"] == inputs["max_length_k"] == 4 and "documents" not in inputs
@@ -76,7 +83,7 @@ def test_flash_attention_of_transformers_is_told_the_documents():
 
 def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
     found = transformers.AutoConfig.for_model(name, use_cache=False, **shape)
-    model = train.build_model(train.Model(attention=attention), found, 0, seed=3).eval()
+    model = build_model(Model(attention=attention), found, 0, seed=3).eval()
     with torch.no_grad():  # At their first values some families hardly look at other tokens.
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -94,8 +101,8 @@ def as_row(*documents: np.ndarray) -> np.ndarray:
 
 
 def losses(model: torch.nn.Module, rows: list[np.ndarray]) -> torch.Tensor:
-    batch = train.collate(rows, torch.device("cpu"), train.joins_documents(model))
-    return train.compute_loss(model, batch)[0]
+    batch = collate(rows, torch.device("cpu"), joins_documents(model))
+    return LOSS_OF(model, batch)[0]
 
 
 @pytest.mark.parametrize("case", [FLEX if case == "llama, flex" else case for case in CASES])
@@ -106,8 +113,8 @@ def test_documents_of_a_micro_batch_are_as_if_alone(case):
     model, rng = build(name, shape, attention), np.random.default_rng(1)
     has_backward = attention != "flex_attention"  # Not on a CPU.
     if has_backward:
-        train.settle_attention(model, "concat")
-    assert train.joins_documents(model) == (attention == "sdpa" and case != PADDED)
+        settle_attention(model, "concat", LOSS_OF)
+    assert joins_documents(model) == (attention == "sdpa" and case != PADDED)
     documents = [rng.integers(3, 97, length) for length in (5, 1, 6, 6, 7)]
 
     def gradients_of(loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -163,16 +170,16 @@ def test_a_switch_that_only_the_model_knows():
     shape |= {"q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     for switch in True, False:
         found = transformers.AutoConfig.for_model("longcat_flash", **shape, router_bias=switch)
-        assert train.shapes_weights("router_bias", found)
+        assert shapes_weights("router_bias", found)
     found = transformers.AutoConfig.for_model("longcat_flash", **shape, ruoter_bias=True)
-    assert not train.shapes_weights("ruoter_bias", found)
+    assert not shapes_weights("ruoter_bias", found)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
     model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")
-    train.settle_attention(model, "concat")
-    train.check_loss(model, "concat", chunked=True)
+    settle_attention(model, "concat", LOSS_OF)
+    check_loss(model, "concat", True, LOSS_OF)
 
 
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
@@ -194,7 +201,7 @@ def test_what_a_token_sees(case):
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(name, use_cache=False, **shape)
     model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation=attention)
-    assert (train.what_leaks(model, packed=False), train.what_leaks(model, packed=True)) == (alone, packed)
+    assert (what_leaks(model, packed=False), what_leaks(model, packed=True)) == (alone, packed)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -232,9 +239,9 @@ def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
     shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
     for name, more in ("falcon", {}), ("mistral", {"num_key_value_heads": 4, "intermediate_size": 512}):
         found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
-        model = train.build_model(train.Model(attention="eager", dtype=dtype), found, 0, seed)
-        with contextlib.nullcontext() if name == "mistral" else pytest.raises(train.UserError, match="use none"):
-            train.check_loss(model, "concat", False)
+        model = build_model(Model(attention="eager", dtype=dtype), found, 0, seed)
+        with contextlib.nullcontext() if name == "mistral" else pytest.raises(UserError, match="use none"):
+            check_loss(model, "concat", False, LOSS_OF)
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -251,7 +258,7 @@ def test_flops_are_the_closed_form(length):
         max_position_embeddings=512,
     )
     weights = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512) + 256 * 1000
-    assert train.flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
+    assert flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
 
 
 def test_flops_of_a_mixture():
@@ -260,7 +267,7 @@ def test_flops_of_a_mixture():
     for experts in (1, 2):
         shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": experts}
         found = transformers.AutoConfig.for_model("mixtral", use_cache=False, sliding_window=None, **shape)
-        flops.append(train.flops_per_token(found, None, 16))
+        flops.append(flops_per_token(found, None, 16))
     assert flops[1] - flops[0] == 6 * 3 * 32 * 48 * 2
 
 
@@ -285,7 +292,7 @@ def pass_of(model: torch.nn.Module, chunked: bool, bf16: bool = False) -> tuple[
     rows[0][1, 10:30] = -100
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss, sums = train.compute_loss(model, train.collate(rows, torch.device("cpu"), joined=True), chunked)
+        loss, sums = LOSS_OF(model, collate(rows, torch.device("cpu"), joined=True), chunked=chunked)
     assert sums["loss"] == loss
     loss = loss / 140
     loss.backward()
@@ -295,13 +302,13 @@ def pass_of(model: torch.nn.Module, chunked: bool, bf16: bool = False) -> tuple[
 def build_head(case: str) -> torch.nn.Module:
     name, shape, lora = HEADS[case]
     model = build(name, shape | {"max_position_embeddings": 80, "n_positions": 80}, "sdpa")
-    return train.add_lora(model, lora) if lora else model
+    return add_lora(model, lora) if lora else model
 
 
 @pytest.mark.parametrize("case", HEADS)
 def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
     """In three chunks, the last a part of one, against all logits at once."""
-    monkeypatch.setattr(train, "CHUNK", 64)
+    monkeypatch.setattr("samerun.model.loss.CHUNK", 64)
     model = build_head(case)
     (loss, gradients), (chunked_loss, others) = pass_of(model, False), pass_of(model, True)
     assert chunked_loss == pytest.approx(loss, rel=1e-6)
@@ -313,7 +320,7 @@ def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
 
 def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
     """160 chunks are no worse than all logits at once. Added up in bf16, they would be four times as far off."""
-    monkeypatch.setattr(train, "CHUNK", 1)
+    monkeypatch.setattr("samerun.model.loss.CHUNK", 1)
     model = build_head("llama")
     _, exact = pass_of(model, chunked=False)
     (loss, whole), (chunked_loss, chunked) = (pass_of(model, kind, bf16=True) for kind in (False, True))
@@ -326,15 +333,15 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
 @pytest.mark.parametrize("kind", ["regional", "full"])
 def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     """A second pass compiles nothing more, though forward() is another function in each."""
-    monkeypatch.setattr(train, "CHUNK", 64)
+    monkeypatch.setattr("samerun.model.loss.CHUNK", 64)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE | {"max_position_embeddings": 80})
     losses = []
     for compiled in ("none", kind):
-        settings = train.Model(compile=compiled, chunked_loss=True)
-        model = train.build_model(settings, found, 0, seed=3)
-        train.compile_model(model, settings, "none")
+        settings = Model(compile=compiled, chunked_loss=True)
+        model = build_model(settings, found, 0, seed=3)
+        compile_model(model, settings, "none")
         losses.append(pass_of(model, chunked=True)[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs and losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -355,7 +362,7 @@ class Logits(TorchDispatchMode):
 
 
 def test_a_chunked_loss_holds_few_logits_and_computes_none_twice(monkeypatch):
-    monkeypatch.setattr(train, "CHUNK", 64)
+    monkeypatch.setattr("samerun.model.loss.CHUNK", 64)
     model = build_head("llama")
     flops, rows = [], []
     for chunked in (False, True):
@@ -389,11 +396,11 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
             outputs.logits = outputs.logits * 2
         return outputs
 
-    train.check_loss(model, "concat", chunked=True)
+    check_loss(model, "concat", True, LOSS_OF)
     monkeypatch.setattr(model, "forward", with_more)
-    train.check_loss(model, "concat", chunked=False)
-    with pytest.raises(train.UserError, match="model.chunked_loss: a llama .* use false"):
-        train.check_loss(model, "concat", chunked=True)
+    check_loss(model, "concat", False, LOSS_OF)
+    with pytest.raises(UserError, match="model.chunked_loss: a llama .* use false"):
+        check_loss(model, "concat", True, LOSS_OF)
     assert model.forward is with_more and model.model is model.get_decoder()
 
 
@@ -501,9 +508,9 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: compile(module, backend="eager", **how))
     torch._dynamo.reset()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
-    settings = train.Model(compile="regional")
-    model = train.build_model(settings, found, 0, seed=3)
-    train.compile_model(model, settings, packing)
+    settings = Model(compile="regional")
+    model = build_model(settings, found, 0, seed=3)
+    compile_model(model, settings, packing)
     rng = np.random.default_rng(0)
 
     def run_some(passes: int) -> None:
@@ -519,7 +526,7 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
 def test_a_rank_without_rows_spoils_nothing():
     """Its token must be a real one: the embedding of a padding token is 0, and this norm would divide by it."""
     rng = np.random.default_rng(0)
-    data = object.__new__(train.Dataset)
+    data = object.__new__(Dataset)
     data.read = lambda row: as_row(rng.integers(3, 97, 5))
     [idle] = data.read_rows(np.array([], int))
     assert idle.shape == (3, 1) and idle[0, 0] >= 3 and idle[1:].tolist() == [[-100], [0]]
@@ -530,6 +537,6 @@ def test_models_with_code_of_their_own_keep_their_masks():
     """A limit of theirs may be larger than what a short try shows."""
     found = transformers.LlamaConfig(**SHAPE)
     model = transformers.LlamaForCausalLM(found)
-    assert train.has_known_layers(model)
+    assert has_known_layers(model)
     other = type("Own", (transformers.LlamaForCausalLM,), {"__module__": "transformers_modules.own"})(found)
-    assert not train.has_known_layers(other)
+    assert not has_known_layers(other)

@@ -11,6 +11,7 @@ from helpers import ROOT, difference, launch, run, tiny_config, tiny_model
 from reference import adamw, shuffled, train_reference
 
 import train
+from samerun.config import Optim
 
 STEPS, RATE = 12, 0.005
 # Muon makes its matrices orthogonal in bf16. That can turn a difference of 1e-7 in a gradient into one of an update's
@@ -85,7 +86,7 @@ def test_muon_equals_the_plain_loop(truth, tmp_path):
 def test_what_muon_is_not_for(tmp_path, learned_positions):
     """Embeddings of tokens and positions, the output layer, and all that is no matrix, go to AdamW."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m", learned_positions))
-    muon, rest = train.build_optimizer(model, train.Optim(name="muon"))
+    muon, rest = train.build_optimizer(model, Optim(name="muon"))
     of_muon = {id(weight) for group in muon.param_groups for weight in group["params"]}
     of_rest = {id(weight) for group in rest.param_groups for weight in group["params"]}
     names = {name for name, weight in model.named_parameters() if id(weight) in of_rest}

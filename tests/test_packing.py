@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 from helpers import difference, launch, make_rows, run, tiny_config, write_rows
 
-import train
+from samerun.config import Data
+from samerun.data.load import load_data
+from samerun.data.rows import Dataset
 
 LENGTH = 24
 
 
-def packed(folder: Path, lengths: list[int]) -> tuple[train.Dataset, list[list[int]]]:
+def packed(folder: Path, lengths: list[int]) -> tuple[Dataset, list[list[int]]]:
     """Documents of these lengths, no token twice, as they are put into rows."""
     starts = np.cumsum([0, *lengths])
     documents = [list(range(start, start + length)) for start, length in zip(starts, lengths)]
     path = str(write_rows(folder / "documents", [{"input_ids": document} for document in documents]))
-    config = train.Data(path=path, format="tokens", packing="best_fit", sequence_length=LENGTH)
-    return train.load_data(config, None, 0)[0], documents
+    config = Data(path=path, format="tokens", packing="best_fit", sequence_length=LENGTH)
+    return load_data(config, None, 0)[0], documents
 
 
-def pieces(data: train.Dataset, row: int) -> list[list[int]]:
+def pieces(data: Dataset, row: int) -> list[list[int]]:
     """A row, cut where positions begin anew."""
     ids, _, positions = data.read(row)
     return [piece.tolist() for piece in np.split(ids, np.flatnonzero(positions == 0)[1:])]
@@ -44,8 +46,8 @@ def test_the_folder_of_the_data_stays_as_it_is(tmp_path):
     """It may be read-only."""
     folder = write_rows(tmp_path / "rows", make_rows([3, 4, 5]))
     before = sorted(folder.iterdir())
-    config = train.Data(path=str(folder), format="tokens", packing="best_fit", sequence_length=LENGTH)
-    data, _ = train.load_data(config, None, seed=0)
+    config = Data(path=str(folder), format="tokens", packing="best_fit", sequence_length=LENGTH)
+    data, _ = load_data(config, None, seed=0)
     assert data.tokens == 12 and sorted(folder.iterdir()) == before
 
 
@@ -70,8 +72,8 @@ def test_the_run_is_that_of_the_documents_apart(tmp_path, processes):
     """Each step is the whole data, once as documents padded and once as packed rows: the same targets, the same run."""
     config = tiny_config(tmp_path)
     documents = make_rows(np.random.default_rng(3).integers(2, LENGTH + 1, 23).tolist(), seed=4, masked=0.3)
-    data, _ = train.load_data(
-        train.Data(
+    data, _ = load_data(
+        Data(
             path=str(write_rows(tmp_path / "documents", documents)),
             format="tokens",
             packing="best_fit",

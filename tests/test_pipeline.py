@@ -1,5 +1,6 @@
 """Pipeline parallelism is the run of a plain loop, too: ranks that have some of the layers each."""
 
+import functools
 import gzip
 import json
 import re
@@ -13,10 +14,25 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, VOCABULARY, Done, check_continued, launch, packed_config, resume_from, run, tiny_config
+from helpers import (
+    LOSS_OF,
+    ROOT,
+    VOCABULARY,
+    Done,
+    check_continued,
+    launch,
+    packed_config,
+    resume_from,
+    run,
+    tiny_config,
+)
 from reference import shuffled, train_reference
 
-import train
+from samerun.config import Batch, Config, Eval, Model
+from samerun.data.batches import collate
+from samerun.errors import UserError
+from samerun.model.build import build_model
+from samerun.parallel.pipeline import Pipeline, divide_layers
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -179,7 +195,7 @@ def small_model(kind: str, **more):
     found = transformers.AutoConfig.for_model(
         kind, **SHAPE | common | {"num_hidden_layers": 4, "use_cache": False} | more
     )
-    return train.build_model(train.Model(), found, 0, seed=3)
+    return build_model(Model(), found, 0, seed=3)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -191,13 +207,13 @@ def test_chunks_make_the_whole_model(kind, chunked):
     model = small_model(kind).eval()
     rng = np.random.default_rng(0)
     rows = [np.stack([ids, np.append(ids[1:], -100), np.arange(len(ids))]) for ids in rng.integers(3, 97, (3, 9))]
-    batch = train.collate(rows, model.device, joined=True)
-    train.compute_loss(model, batch)[0].backward()
+    batch = collate(rows, model.device, joined=True)
+    LOSS_OF(model, batch)[0].backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     states = None
-    for chunk in train.divide_layers(model, 3, chunked, "model.pipeline_ranks 3"):
+    for chunk in divide_layers(model, 3, functools.partial(LOSS_OF, chunked=chunked), "model.pipeline_ranks 3"):
         chunk.micro_batches, chunk.scale = [batch], 1.0
         states = chunk(states, torch.tensor([0]))
     states.sum().backward()
@@ -216,19 +232,19 @@ def test_chunks_make_the_whole_model(kind, chunked):
     ],
 )
 def test_refused_models(kind, more, message):
-    with pytest.raises(train.UserError, match=message):
-        train.divide_layers(small_model(kind, **more), 3, False, "model.pipeline_ranks 3")
+    with pytest.raises(UserError, match=message):
+        divide_layers(small_model(kind, **more), 3, LOSS_OF, "model.pipeline_ranks 3")
 
 
-def strategy(processes: int, rank: int = 0, precision: str = "no", **sections) -> train.Pipeline:
+def strategy(processes: int, rank: int = 0, precision: str = "no", **sections) -> Pipeline:
     """A Pipeline of 2 ranks without processes."""
-    config = train.Config.model_construct(
-        model=train.Model(pretrained="any", pipeline_ranks=2, **sections.get("model", {})),
-        batch=train.Batch(global_batch_size=8, **{"max_micro_batch_size": 1} | sections.get("batch", {})),
-        eval=train.Eval(**sections.get("eval", {})),
+    config = Config.model_construct(
+        model=Model(pretrained="any", pipeline_ranks=2, **sections.get("model", {})),
+        batch=Batch(global_batch_size=8, **{"max_micro_batch_size": 1} | sections.get("batch", {})),
+        eval=Eval(**sections.get("eval", {})),
     )
     accelerator = SimpleNamespace(num_processes=processes, process_index=rank, mixed_precision=precision)
-    return train.Pipeline(config, accelerator)
+    return Pipeline(config, accelerator, LOSS_OF)
 
 
 def test_who_is_in_which_pipeline():
@@ -251,14 +267,14 @@ def test_who_is_in_which_pipeline():
     ],
 )
 def test_refused_settings(launched, message):
-    with pytest.raises(train.UserError, match=f"model.pipeline_ranks 2: .*{message}"):
+    with pytest.raises(UserError, match=f"model.pipeline_ranks 2: .*{message}"):
         strategy(processes=2, **launched).check()
 
 
 @pytest.mark.parametrize("way", ["SP", "CP", "TP"])
 def test_refused_beside_other_parallelism(monkeypatch, way):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
-    with pytest.raises(train.UserError, match="cannot be combined with sequence, context or tensor parallelism"):
+    with pytest.raises(UserError, match="cannot be combined with sequence, context or tensor parallelism"):
         strategy(processes=4).check()
 
 

@@ -18,6 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from samerun.config import Config, Model, Optim, Perf
+from samerun.data.batches import slots
+from samerun.errors import UserError
+from samerun.plan import Plan, pipeline_bubble
+from samerun.preflight.memory import TRACED, PlannedLaunch, memory_per_device
+from samerun.preflight.planning import planned_model, say_memory, what_fits
 
 # rows, processes, limit, tokens per row, group -> data-parallel ranks, rows per micro-batch, micro-steps
 TABLE = {
@@ -61,7 +67,7 @@ TABLE = {
 def test_known_plans(given, expected):
     rows, processes, limit, length, group = given
     plan = train.plan_batch(rows, limit, processes, length, group)
-    assert plan == train.Plan(processes, expected[0], rows, *expected[1:], rows * length)
+    assert plan == Plan(processes, expected[0], rows, *expected[1:], rows * length)
     assert plan.tokens_per_step == rows * length
 
 
@@ -84,9 +90,9 @@ def test_a_pipeline_has_as_many_passes_as_ranks(rows, limit, processes, ranks, e
     [("1F1B", 4, 3 / 7), ("1F1B", 12, 3 / 15), ("Interleaved1F1B", 4, 3 / 11), ("Interleaved1F1B", 12, 3 / 27)],
 )
 def test_bubble_of_a_pipeline(schedule, passes, share):
-    model = train.Model(pretrained="any", pipeline_ranks=4, pipeline_schedule=schedule)
+    model = Model(pretrained="any", pipeline_ranks=4, pipeline_schedule=schedule)
     plan = train.plan_batch(passes, 1, 4, 512, group=4, least_micro_steps=4)
-    assert train.pipeline_bubble(model, plan) == pytest.approx(share)
+    assert pipeline_bubble(model, plan) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +103,9 @@ def test_bubble_of_a_pipeline(schedule, passes, share):
     ],
 )
 def test_plans_that_do_not_suit_a_pipeline(rows, message):
-    model = train.Model(pretrained="any", pipeline_ranks=4, pipeline_schedule="Interleaved1F1B")
-    with pytest.raises(train.UserError, match=message):
-        train.pipeline_bubble(model, train.plan_batch(rows, 1, 4, 512, group=4, least_micro_steps=4))
+    model = Model(pretrained="any", pipeline_ranks=4, pipeline_schedule="Interleaved1F1B")
+    with pytest.raises(UserError, match=message):
+        pipeline_bubble(model, train.plan_batch(rows, 1, 4, 512, group=4, least_micro_steps=4))
 
 
 @pytest.mark.parametrize("name, tokens", [("TorchTitan", 16_384), ("nanoGPT", 491_520), ("build-nanogpt", 524_288)])
@@ -120,7 +126,7 @@ def test_sequence_parallel_trades_ranks_for_accumulation(sp):
 
 @pytest.mark.parametrize("processes, group", [(1, 2), (3, 2), (6, 4), (8, 16)])
 def test_processes_that_form_no_groups_are_refused(processes, group):
-    with pytest.raises(train.UserError, match=rf"number of processes, {processes}, must be a multiple of {group}"):
+    with pytest.raises(UserError, match=rf"number of processes, {processes}, must be a multiple of {group}"):
         train.plan_batch(16, 4, processes, 512, group)
 
 
@@ -190,7 +196,7 @@ def test_ranks_have_the_same_number_of_tokens():
         lengths = np.clip(rng.lognormal(np.log(120), 0.8, 128), 2, 1024).astype(int)
         for joined in (True, False):
             split = plan.split(lengths, joined)
-            tokens = np.array([[train.slots(lengths[piece], joined) for piece in pieces] for pieces in split])
+            tokens = np.array([[slots(lengths[piece], joined) for piece in pieces] for pieces in split])
             waiting[joined].append(1 - tokens.sum() / (4 * tokens.max(1).sum()))
             largest[joined].append(tokens.max() / (lengths.sum() / 16))
     assert np.mean(waiting[True]) < 0.01 and np.mean(waiting[False]) > 0.3
@@ -257,7 +263,7 @@ def plans(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(owner, "from_pretrained", absent)
     for owner, name in (datasets, "load_dataset"), (torch.nn.Module, "__init__"), (torch.cuda, "_lazy_init"):
         monkeypatch.setattr(owner, name, refuse)
-    monkeypatch.setattr(train, "Accelerator", refuse)
+    monkeypatch.setattr("samerun.run.launch.Accelerator", refuse)
     monkeypatch.chdir(tmp_path)
 
     def plans(*counts, status=0, **changes):
@@ -381,22 +387,26 @@ LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": WIDTH, "interm
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def memory_config(batch: dict | None = None, tokens: int = TOKENS, packing: str = "none", **model) -> train.Config:
+def memory_config(batch: dict | None = None, tokens: int = TOKENS, packing: str = "none", **model) -> Config:
     batch = {"global_batch_size": 16, "max_micro_batch_size": 2} | (batch or {})
     data = {"path": "absent", "format": "tokens", "packing": packing, "sequence_length": tokens}
     settings = {"run": {"max_steps": 1}, "batch": batch, "data": data, "model": {"architecture": LLAMA} | model}
-    return train.Config.model_validate(settings)
+    return Config.model_validate(settings)
 
 
 @pytest.fixture(autouse=True)
 def nothing_traced():
     """What is remembered of passes is that of one launcher file."""
-    train.TRACED.clear()
+    TRACED.clear()
+
+
+def planned(config: Config, processes: int) -> PlannedLaunch:
+    return PlannedLaunch(config, processes, train.plan_stages, train.token_loss)
 
 
 def memory_of(processes: int, batch: dict | None = None, tokens: int = TOKENS, **others) -> dict[str, float]:
     config = memory_config(batch, tokens, **others)
-    return train.memory_per_device(train.PlannedLaunch(config, processes), train.planned_model(config))
+    return memory_per_device(planned(config, processes), planned_model(config))
 
 
 def test_memory_of_weights_gradients_and_moments():
@@ -505,7 +515,7 @@ def test_memory_of_experts_that_tensor_parallelism_would_divide(monkeypatch, cap
     """The launch refuses it, see test_tensor_parallel.py."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     config = memory_config(architecture=LLAMA | {"model_type": "mixtral", "num_local_experts": 8})
-    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    say_memory(config, [planned(config, 2)])
     assert "that of a mixtral's experts under tensor parallelism is not calculated" in capsys.readouterr().out
 
 
@@ -532,7 +542,7 @@ def test_memory_of_sequence_parallelism(monkeypatch):
     """Half of the tokens are half of all that is as long as the tokens."""
     whole = memory_of(2)
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    train.TRACED.clear()
+    TRACED.clear()
     part = memory_of(2)
     assert part["weights"] == whole["weights"]
     assert part["activations"] == pytest.approx(whole["activations"] / 2, rel=0.15)  # Not those of the weights.
@@ -544,7 +554,7 @@ def more_than_sequence_parallelism(monkeypatch, **settings) -> float:
     for way in "SP", "CP":
         with monkeypatch.context() as patch:
             patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
-            train.TRACED.clear()
+            TRACED.clear()
             found[way] = memory_of(2, **settings)
     more = found["CP"].pop("activations") - found["SP"].pop("activations")
     assert found["CP"] == found["SP"]
@@ -592,7 +602,7 @@ def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, way):
     """The plan says what the launch would say."""
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
     config = memory_config(attention="eager")
-    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    say_memory(config, [planned(config, 2)])
     message = f"Memory: it is not known for this model: launch: parallelism_config_{way.lower()}_size 2 needs model.att"
     assert capsys.readouterr().out.startswith(message)
 
@@ -600,7 +610,7 @@ def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, way):
 def test_memory_of_a_model_without_a_plan_for_tensor_parallelism(monkeypatch, capsys):
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     config = memory_config(architecture={"model_type": "gpt2", "vocab_size": 384, "n_embd": 24, "n_layer": 2})
-    train.say_memory(config, [train.PlannedLaunch(config, 2)])
+    say_memory(config, [planned(config, 2)])
     message = "Memory: it is not known for this model: launch: parallelism_config_tp_size 2: transformers has no plan"
     assert capsys.readouterr().out.startswith(message)
 
@@ -663,8 +673,8 @@ def advice(monkeypatch, limit: float, processes: int = 2, **batch) -> str:
     """What a launch in bf16 is told to change so that it fits into so many GiB."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = memory_config(batch, 2048, architecture=LARGE)
-    config = config.model_copy(update={"perf": train.Perf(device_memory_gib=limit)})
-    return train.what_fits(train.PlannedLaunch(config, processes), train.planned_model(config))
+    config = config.model_copy(update={"perf": Perf(device_memory_gib=limit)})
+    return what_fits(planned(config, processes), planned_model(config))
 
 
 @pytest.mark.slow
@@ -685,8 +695,8 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
 
 def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
     config = memory_config(tokens=1024, architecture=LARGE | {"num_hidden_layers": 1})
-    changes = {"perf": train.Perf(device_memory_gib=1e-6), "optim": train.Optim(name="muon")}
-    said = train.what_fits(train.PlannedLaunch(config.model_copy(update=changes), 2), train.planned_model(config))
+    changes = {"perf": Perf(device_memory_gib=1e-6), "optim": Optim(name="muon")}
+    said = what_fits(planned(config.model_copy(update=changes), 2), planned_model(config))
     assert "fsdp2" not in said and "--model.chunked_loss true" in said
     assert "the launch finds out how many fit" in advice(monkeypatch, 1e-6, max_micro_batch_size="auto")
 

@@ -17,6 +17,11 @@ from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, write_conf
 from test_finetune import byte_tokenizer
 
 import train
+from samerun.config import Data, Model
+from samerun.data.load import load_data
+from samerun.data.tokenize import is_complete
+from samerun.errors import UserError
+from samerun.model.tokenizer import load_tokenizer
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
@@ -50,9 +55,9 @@ def files_in(cache: Path) -> dict[Path, int]:
 def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
     """In order, with lines that tell how far it is. What there is already is neither made nor announced again."""
     written = texts(300)
-    config = train.Data(**source_of(tmp_path, [{"text": text} for text in written]), packing="none", sequence_length=64)
-    monkeypatch.setattr(train, "PART", 3000)
-    data, _ = train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    config = Data(**source_of(tmp_path, [{"text": text} for text in written]), packing="none", sequence_length=64)
+    monkeypatch.setattr("samerun.data.tokenize.PART", 3000)
+    data, _ = load_data(config, transformers.ByT5Tokenizer(), 0)
     assert [data.read(row)[0].tolist() for row in range(300)] == list(map(tokens_of, written))
     lines = re.findall("^Token.*", capsys.readouterr().out, re.M)
     [parts] = re.findall(r"^Tokenizing 300 documents; (\d+) of \1 parts are left to do\.$", lines[0])
@@ -65,7 +70,7 @@ def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
 
     made = files_in(cache)
     packed = config.model_copy(update={"packing": "concat", "sequence_length": 16})
-    data, _ = train.load_data(packed, transformers.ByT5Tokenizer(), 0)
+    data, _ = load_data(packed, transformers.ByT5Tokenizer(), 0)
     stream = [token for text in written for token in tokens_of(text)]
     assert data.read(20)[0].tolist() == stream[320:336]
     assert "Token" not in capsys.readouterr().out
@@ -73,7 +78,7 @@ def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
 
     first, *others = sorted(cache.glob("train-tokens/*/*.arrow"))
     first.unlink()
-    train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    load_data(config, transformers.ByT5Tokenizer(), 0)
     assert all(made[file] == time for file, time in files_in(cache).items() if file in others) and first.exists()
 
 
@@ -86,29 +91,29 @@ def test_a_bad_document_has_its_own_number_in_any_part(tmp_path, cache, monkeypa
     template = "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
     template += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     (tmp_path / "template").write_text(template)
-    config = train.Data(
+    config = Data(
         **source_of(tmp_path, chats),
         format="chat",
         tokenizer=str(byte_tokenizer(tmp_path / "tokenizer", None)),
         chat_template=str(tmp_path / "template"),
         drop_nulls=drop,
     )
-    monkeypatch.setattr(train, "PART", 500)
-    with pytest.raises(train.UserError, match="row 37, counted from 0: .*who"):
-        train.load_data(config, train.load_tokenizer(config, train.Model()), 0)
+    monkeypatch.setattr("samerun.data.tokenize.PART", 500)
+    with pytest.raises(UserError, match="row 37, counted from 0: .*who"):
+        load_data(config, load_tokenizer(config, Model()), 0)
 
 
 def test_a_part_of_several_processes_is_complete_with_all_their_files(tmp_path):
     part = tmp_path / "1-of-12.arrow"
     other = tmp_path / "11-of-12_00000_of_00001.arrow"
     other.touch()
-    assert not train.is_complete(part)
+    assert not is_complete(part)
     for number in range(3):
         (tmp_path / f"1-of-12_{number:05d}_of_00003.arrow").touch()
-        assert train.is_complete(part) == (number == 2)
-    assert not train.is_complete(tmp_path / "2-of-12.arrow")
+        assert is_complete(part) == (number == 2)
+    assert not is_complete(tmp_path / "2-of-12.arrow")
     (tmp_path / "2-of-12.arrow").touch()
-    assert train.is_complete(tmp_path / "2-of-12.arrow")
+    assert is_complete(tmp_path / "2-of-12.arrow")
 
 
 def test_the_main_process_tokenizes_and_tells_of_it(tmp_path):
@@ -127,10 +132,10 @@ MANY_FILES = 300
 def test_a_process_holds_no_token_file_open(tmp_path, cache, monkeypatch):
     """There may be more of them than it may open. They are mapped all the same."""
     rows = [{"text": text} for text in texts(MANY_FILES)]
-    config = train.Data(**source_of(tmp_path, rows), packing="none", sequence_length=64)
-    monkeypatch.setattr(train, "PART", 1)
+    config = Data(**source_of(tmp_path, rows), packing="none", sequence_length=64)
+    monkeypatch.setattr("samerun.data.tokenize.PART", 1)
     before = psutil.Process().num_fds()
-    data, _ = train.load_data(config, transformers.ByT5Tokenizer(), 0)
+    data, _ = load_data(config, transformers.ByT5Tokenizer(), 0)
     assert len(data.files) == MANY_FILES and psutil.Process().num_fds() < before + 20
     assert data.read(299)[0].tolist() == tokens_of("299 is the number of this text")
 
@@ -142,7 +147,8 @@ def test_a_killed_launch_is_continued(tmp_path):
     source_of(tmp_path, [{"text": text * 9} for text in written])
     script = tmp_path / "fork.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\ntrain.PART = 2**18\nsys.exit(train.main())\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom samerun.data import tokenize\n"
+        "tokenize.PART = 2**18\nsys.exit(train.main())\n"
     )
     config = {
         "run": {"max_steps": 1},

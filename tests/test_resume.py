@@ -22,6 +22,7 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
+from samerun.run import folder as folder_room
 
 STEPS = list(range(1, 31))
 
@@ -188,7 +189,7 @@ def test_status_while_the_run_goes_on(tmp_path, monkeypatch):
 
 def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
     """With who holds it, who here lets go of it as soon as that is said."""
-    folder, told, say = tmp_path / "run", [], train.say
+    folder, told, say = tmp_path / "run", [], folder_room.say
     folder.mkdir()
     (folder / "status.json").write_text('{"status": "running", "step": 3, "process": "process 12 on elsewhere"}')
     holder = FileLock(folder / ".lock")
@@ -200,7 +201,7 @@ def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
             holder.release()
         say(text)
 
-    monkeypatch.setattr(train, "say", heard)
+    monkeypatch.setattr(folder_room, "say", heard)
     done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5)
     assert told == [f"{folder} is in use, by process 12 on elsewhere if that still runs. Waiting for 45 s."]
     assert done.status == {"status": "finished", "step": 5}
@@ -445,7 +446,7 @@ def test_a_rank_without_a_launcher(whole, tmp_path, monkeypatch):
     """Left in the environment by another tool, RANK would make of the only process one that leaves the checkpoints to
     the main process."""
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)  # Other ranks leave the message to the main process.
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # Other ranks leave the message to the main process.
     assert "unset" in run(tmp_path, whole[0], expect=2).output
     assert not list(tmp_path.rglob("status.json"))
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import train
+from samerun.config import Optim
 
 PEAK, STEPS = 0.004, 100
 
@@ -15,9 +16,7 @@ PEAK, STEPS = 0.004, 100
 def config(schedule, warmup=10, ratio=0.1, **settings):
     if schedule == "wsd":  # Warmup, stable, decay.
         schedule, settings = "linear", {"decay_fraction": 0.2} | settings
-    return train.Optim(
-        learning_rate=PEAK, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=ratio, **settings
-    )
+    return Optim(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=ratio, **settings)
 
 
 def rates(optim, steps=STEPS):

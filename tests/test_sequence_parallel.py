@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import (
+    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -26,7 +27,12 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 
-import train
+from samerun.config import Batch, Model, Optim
+from samerun.data.batches import collate, lengthen
+from samerun.errors import UserError
+from samerun.model.attention import DOCUMENTS, document_attention
+from samerun.parallel.choose import kind_of_ddp, kind_of_fsdp2
+from samerun.run.launch import launched_groups
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 
@@ -227,7 +233,7 @@ def shards(monkeypatch, way: str, size: int, batch: dict) -> list[dict]:
 def test_parts_of_a_row(monkeypatch):
     """Together the ranks have each token once, in order, and as many each."""
     row = np.array([np.arange(5, 12), np.arange(6, 13), [0, 1, 2, 0, 1, 2, 3]])
-    batch = train.collate([row], torch.device("cpu"), joined=True)
+    batch = collate([row], torch.device("cpu"), joined=True)
     parts = shards(monkeypatch, "sp", 4, batch)
     for name, filler in ("input_ids", 5), ("targets", -100), ("position_ids", 0):
         assert [part[name].shape for part in parts] == [(1, 2)] * 4
@@ -240,7 +246,7 @@ def test_parts_of_a_row(monkeypatch):
 def test_pieces_of_a_row(monkeypatch):
     """Of 8 pieces, each of 4 ranks has two that are as far from the begin and from the end."""
     row = np.array([np.arange(5, 19), np.arange(6, 20), [*range(5), *range(9)]])
-    batch = train.collate([row], torch.device("cpu"), joined=True) | {"source_ends": {"one": 5, "other": 14}}
+    batch = collate([row], torch.device("cpu"), joined=True) | {"source_ends": {"one": 5, "other": 14}}
     parts = shards(monkeypatch, "cp", 4, batch)
     assert [part["input_ids"][0].tolist() for part in parts] == [
         [5, 6, 5, 5], [7, 8, 17, 18], [9, 10, 15, 16], [11, 12, 13, 14],
@@ -260,7 +266,7 @@ def test_pieces_of_a_row(monkeypatch):
 def test_all_ranks_have_as_much_to_compute(monkeypatch, size):
     """In a document that is the whole row: the pairs of a query and a key that it sees. Undivided halves would not."""
     row = np.tile(np.arange(48), (3, 1))
-    parts = shards(monkeypatch, "cp", size, train.collate([row], torch.device("cpu"), joined=True))
+    parts = shards(monkeypatch, "cp", size, collate([row], torch.device("cpu"), joined=True))
     work = []
     for part in parts:
         positions = part["position_ids"][0] + 1
@@ -275,22 +281,24 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
     """Together it is that of the row, and so are its gradients, with fewer key heads than query heads."""
     torch.manual_seed(0)
     row = np.stack([np.arange(3, 40)] * 2 + [np.concatenate([np.arange(length) for length in (1, 19, 3, 3, 11)])])
-    batch = train.collate([row], torch.device("cpu"), joined=True)
+    batch = collate([row], torch.device("cpu"), joined=True)
     count = math.ceil(37 / 2 / size) * 2 * size
-    batch = train.lengthen(batch, count)
+    batch = lengthen(batch, count)
     query = torch.randn(1, 6, count, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, count, 8, requires_grad=True) for _ in range(2))
     module, options = SimpleNamespace(num_key_value_groups=3, is_causal=True), {"sliding_window": window}
-    expected, _ = train.document_attention(module, query, key, value, None, batch["documents"], **options)
+    expected, _ = document_attention(module, query, key, value, None, batch["documents"], **options)
     direction = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * direction).sum(), (query, key, value))
 
-    monkeypatch.setattr(train, "gather_row", lambda states, ranks: states)  # There are no other processes here.
+    monkeypatch.setattr(
+        "samerun.model.attention.gather_row", lambda states, ranks: states
+    )  # There are no other processes here.
     pieces, found = query.chunk(2 * size, dim=2), [None] * 2 * size
     for rank, part in enumerate(shards(monkeypatch, "cp", size, batch)):
         own = rank, 2 * size - 1 - rank
         queries = torch.cat([pieces[number] for number in own], dim=2)
-        output, _ = train.document_attention(module, queries, key, value, None, part["documents"], **options)
+        output, _ = document_attention(module, queries, key, value, None, part["documents"], **options)
         for number, states in zip(own, output.chunk(2, dim=1)):
             found[number] = states
     found = torch.cat(found, dim=1)
@@ -306,10 +314,10 @@ def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1
     accelerator = SimpleNamespace(
         num_processes=processes, process_index=rank, parallelism_config=parallelism, is_fsdp2=fsdp2
     )
-    batch = train.Batch(global_batch_size=8, max_micro_batch_size=limit)
-    config = SimpleNamespace(data=data, model=train.Model(pretrained="any"), optim=train.Optim(), batch=batch)
-    kind = train.kind_of_fsdp2(config) if fsdp2 else train.kind_of_ddp(config)
-    return kind(config, accelerator)
+    batch = Batch(global_batch_size=8, max_micro_batch_size=limit)
+    config = SimpleNamespace(data=data, model=Model(pretrained="any"), optim=Optim(), batch=batch)
+    kind = kind_of_fsdp2(config) if fsdp2 else kind_of_ddp(config)
+    return kind(config, accelerator, LOSS_OF)
 
 
 @pytest.mark.parametrize("way", FILES)
@@ -338,7 +346,7 @@ def test_who_shares_with_whom(monkeypatch, way):
 )
 def test_refused_launches(monkeypatch, way, launched, message):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
-    with pytest.raises(train.UserError) as refusal:
+    with pytest.raises(UserError) as refusal:
         strategy(**launched).check()
     expected = f"launch: parallelism_config_{way}_size 2: {message.format(file=FILES[way])}"
     assert str(refusal.value).startswith(expected)
@@ -346,28 +354,26 @@ def test_refused_launches(monkeypatch, way, launched, message):
 
 def test_context_parallelism_refuses_auto(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(train.UserError, match="parallelism_config_cp_size 2: cannot be combined with batch.max_micro"):
+    with pytest.raises(UserError, match="parallelism_config_cp_size 2: cannot be combined with batch.max_micro"):
         strategy(processes=2, limit="auto").check()
 
 
 def test_refused_in_both_ways(monkeypatch):
     for way in FILES:
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
-    with pytest.raises(
-        train.UserError, match="give parallelism_config_sp_size or parallelism_config_cp_size, not both"
-    ):
+    with pytest.raises(UserError, match="give parallelism_config_sp_size or parallelism_config_cp_size, not both"):
         strategy(processes=4).check()
 
 
 def test_accelerate_shares_no_rows(monkeypatch):
     """It makes no groups for sequence parallelism, and hears of no other. Of the rest of a launcher file, it hears."""
-    assert train.launched_groups() is None
+    assert launched_groups() is None
     sizes = {"CP_SIZE": "4", "DP_SHARD_SIZE": "2", "DP_REPLICATE_SIZE": "3", "TP_SIZE": "5"}
     for name, size in sizes.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", size)
-    assert train.launched_groups() is None  # The launcher file has no section.
+    assert launched_groups() is None  # The launcher file has no section.
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    groups = train.launched_groups()
+    groups = launched_groups()
     assert (groups.cp_size, groups.sp_size, groups.build_device_mesh("cpu")) == (1, 4, None)
     assert (groups.dp_shard_size, groups.dp_replicate_size, groups.tp_size) == (2, 3, 5)
 
@@ -379,12 +385,12 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 @pytest.mark.parametrize(
     "size, change, attention, message",
     [
-        (3, {}, train.DOCUMENTS, {"sp": "parallelism_config_sp_size 3 must divide the 4 attention heads"}),
+        (3, {}, DOCUMENTS, {"sp": "parallelism_config_sp_size 3 must divide the 4 attention heads"}),
         (2, {}, "eager", "{way}_size 2 needs model.attention sdpa, and a model that works without padding"),
-        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, train.DOCUMENTS, "<= 16"),
-        (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, train.DOCUMENTS, "<= 20"),
-        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 24}}, train.DOCUMENTS, None),
-        (4, {}, train.DOCUMENTS, None),
+        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, DOCUMENTS, "<= 16"),
+        (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, DOCUMENTS, "<= 20"),
+        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 24}}, DOCUMENTS, None),
+        (4, {}, DOCUMENTS, None),
     ],
 )
 def test_refused_models(monkeypatch, way, size, change, attention, message):
@@ -397,7 +403,7 @@ def test_refused_models(monkeypatch, way, size, change, attention, message):
     if message is None:
         check()
     else:
-        with pytest.raises(train.UserError, match=message.format(way=way)):
+        with pytest.raises(UserError, match=message.format(way=way)):
             check()
 
 

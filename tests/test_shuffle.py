@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from reference import shuffled
 
-import train
+from samerun.data.documents import hold_out
+from samerun.data.order import ORDER, hashed, shuffle
 
 
 def epochs_of(count, epochs, seed=0):
     """int [epochs, count]: the rows of an epoch in their order."""
-    return train.shuffle(np.arange(epochs * count), count, seed).reshape(epochs, count)
+    return shuffle(np.arange(epochs * count), count, seed).reshape(epochs, count)
 
 
 def check_even(counts, expected, degrees_of_freedom):
@@ -30,11 +31,11 @@ def check_even(counts, expected, degrees_of_freedom):
 
 def test_the_order_is_a_promise():
     """Whoever changes these numbers breaks the resume of every run, and must change train.ORDER, too."""
-    assert train.ORDER == "Feistel network of 6 rounds"
-    assert train.shuffle(np.arange(16), 8, 7).tolist() == [4, 3, 6, 5, 0, 2, 1, 7, 7, 0, 2, 4, 6, 5, 1, 3]
+    assert ORDER == "Feistel network of 6 rounds"
+    assert shuffle(np.arange(16), 8, 7).tolist() == [4, 3, 6, 5, 0, 2, 1, 7, 7, 0, 2, 4, 6, 5, 1, 3]
     far = 10**9 * 3 + np.arange(4)  # In the fourth epoch.
-    assert train.shuffle(far, 10**9, 0).tolist() == [902690860, 261690946, 353519345, 260549672]
-    assert train.shuffle(far, 10**9, 2**32 - 1).tolist() == [632431150, 843184083, 652301744, 618359982]
+    assert shuffle(far, 10**9, 0).tolist() == [902690860, 261690946, 353519345, 260549672]
+    assert shuffle(far, 10**9, 2**32 - 1).tolist() == [632431150, 843184083, 652301744, 618359982]
 
 
 def test_the_random_numbers_are_those_of_the_paper():
@@ -47,7 +48,7 @@ def test_the_random_numbers_are_those_of_the_paper():
         4593380528125082431,
         16408922859458223821,
     ]
-    assert train.hashed(np.array(states, np.uint64)).tolist() == published
+    assert hashed(np.array(states, np.uint64)).tolist() == published
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
@@ -55,7 +56,7 @@ def test_each_position_alone_gives_the_same(seed):
     """The network of the reference, in plain integers, one position at a time."""
     for count in 1, 2, 3, 23, 63, 64, 65, 100, 257:
         positions = min(3 * count, 300)
-        assert train.shuffle(np.arange(positions), count, seed).tolist() == shuffled(seed, count, positions)
+        assert shuffle(np.arange(positions), count, seed).tolist() == shuffled(seed, count, positions)
 
 
 def test_every_epoch_has_every_row_once():
@@ -70,7 +71,7 @@ def test_large_data(count):
     """The rows of some steps are found at once, far into a run, in no more memory than they take."""
     tracemalloc.start()
     positions = 10**6 * count + np.linspace(0, count - 1, 50_000).astype(np.int64)  # Of epoch 1,000,000.
-    rows = train.shuffle(positions, count, 0)
+    rows = shuffle(positions, count, 0)
     assert tracemalloc.get_traced_memory()[1] < 20e6
     tracemalloc.stop()
     assert len(set(rows.tolist())) == len(rows) and rows.min() >= 0 and rows.max() < count
@@ -130,7 +131,7 @@ def test_rows_that_stay_where_they_are(count):
 def test_epochs_and_seeds_have_nothing_in_common():
     """For neighbours, too: the correlations of their orders are those of chance."""
     count = 1000
-    of_seeds = [train.shuffle(np.arange(2 * count), count, seed).reshape(2, count) for seed in range(30)]
+    of_seeds = [shuffle(np.arange(2 * count), count, seed).reshape(2, count) for seed in range(30)]
     correlations = np.corrcoef(np.concatenate(of_seeds))[np.triu_indices(60, 1)] * math.sqrt(count)
     assert abs(correlations).max() < 5 and abs(correlations.mean()) < 0.1
     assert correlations.std() == pytest.approx(1, abs=0.1)
@@ -139,6 +140,6 @@ def test_epochs_and_seeds_have_nothing_in_common():
 def test_held_out_documents():
     """data.eval_fraction holds out a random share, rounded up, and the rest stays in its order."""
     documents = datasets.Dataset.from_dict({"number": range(31)})
-    rest, held_out = train.hold_out(documents, 0.25, 7)
+    rest, held_out = hold_out(documents, 0.25, 7)
     assert held_out["number"][:] == shuffled(7, 31, 8)
     assert rest["number"][:] == sorted(set(range(31)) - set(held_out["number"]))

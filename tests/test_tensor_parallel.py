@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import (
+    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -25,7 +26,9 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 
-import train
+from samerun.config import Model, Optim
+from samerun.errors import UserError
+from samerun.parallel.tensor import TensorParallel, TensorParallelFSDP2
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
 
@@ -259,9 +262,9 @@ def strategy(processes: int, size: int, monkeypatch, rank: int = 0, precision: s
         parallelism_config=None,
         state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
     )
-    config = SimpleNamespace(model=train.Model(pretrained="any", **dict(model)), optim=train.Optim())
-    kind = train.TensorParallelFSDP2 if processes > size else train.TensorParallel
-    return kind(config, accelerator)
+    config = SimpleNamespace(model=Model(pretrained="any", **dict(model)), optim=Optim())
+    kind = TensorParallelFSDP2 if processes > size else TensorParallel
+    return kind(config, accelerator, LOSS_OF)
 
 
 def test_who_shares_with_whom(monkeypatch):
@@ -285,13 +288,13 @@ def test_who_shares_with_whom(monkeypatch):
     ],
 )
 def test_refused_launches(monkeypatch, launched, message):
-    with pytest.raises(train.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         strategy(**launched, monkeypatch=monkeypatch).check()
 
 
 def test_refused_without_a_plan(monkeypatch):
     found = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)
-    with pytest.raises(train.UserError, match="transformers has no plan how ranks share a gpt2"):
+    with pytest.raises(UserError, match="transformers has no plan how ranks share a gpt2"):
         strategy(2, 2, monkeypatch).prepare(transformers.GPT2LMHeadModel(found), [])
 
 

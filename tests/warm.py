@@ -55,7 +55,8 @@ LIBRARIES = (
     "trl",
 )
 SECONDS_TO_END = 30  # Between SIGTERM and SIGKILL, as torchrun has it.
-TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = str(ROOT / "train.py")
 
 
 class Launch:
@@ -127,7 +128,11 @@ def address() -> str:
 def serve(path: str):
     """Fork a launcher per connection. Returns only in a process that is to run a script: its environment and words."""
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}  # As train.py does first.
-    for name in LIBRARIES:
+    sys.path.append(str(ROOT))
+    rooms = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / "samerun").rglob("*.py"))
+    ]
+    for name in [*LIBRARIES, *rooms]:
         importlib.import_module(name)
     warm_up()
     compiled(TRAIN)

@@ -53,4 +53,5 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 
 if __name__ == "__main__":
     del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # As Python does for the script itself.
     runpy.run_path(sys.argv[0], run_name="__main__")

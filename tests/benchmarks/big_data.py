@@ -111,15 +111,19 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
     import torch  # Not by the parent: what the libraries hold is to be in `before`.
 
     import train
+    from samerun.config import Data
+    from samerun.data.batches import load_step
+    from samerun.data.load import load_data
+    from samerun.plan import Stage
 
-    config = train.Data(path=str(folder), format="tokens", packing=packing, sequence_length=LENGTH)
+    config = Data(path=str(folder), format="tokens", packing=packing, sequence_length=LENGTH)
     with PeakMemory() as memory:
         before, begin, busy = memory.now(), time.perf_counter(), time.process_time()
-        data, _ = train.load_data(config, None, SEED)
+        data, _ = load_data(config, None, SEED)
         data.fingerprint()
-        stage = train.Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH))
+        stage = Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH))
         step = max(1, int(where * len(data)) // GLOBAL_BATCH)
-        train.load_step(step, data, stage, 0, True, torch.device("cpu"))
+        load_step(step, data, stage, 0, True, torch.device("cpu"))
         seconds, processor = time.perf_counter() - begin, time.process_time() - busy
         held = memory.now() - before
         some = np.random.default_rng(SEED).integers(0, len(data), READS)
@@ -163,7 +167,7 @@ def measure_launch(folder: Path, packing: str) -> dict[str, float]:
 
 def measure_shuffle() -> None:
     """The median time of train.py's shuffle() for the rows of a step, and for a million positions."""
-    import train
+    from samerun.data.order import shuffle
 
     print("rows             1,024 positions, ms    1,000,000 positions, s")
     for count in 10_000, 100_000_000, 1_000_000_000:
@@ -172,7 +176,7 @@ def measure_shuffle() -> None:
             took = []
             for number in range(times):
                 begin = time.perf_counter()
-                train.shuffle(np.arange(number * size, (number + 1) * size), count, SEED)
+                shuffle(np.arange(number * size, (number + 1) * size), count, SEED)
                 took.append(time.perf_counter() - begin)
             seconds.append(np.median(took))
         print(f"{count:<13,} {seconds[0] * 1000:22.2f} {seconds[1]:25.2f}")

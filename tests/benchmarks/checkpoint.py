@@ -21,8 +21,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import numpy as np
 import transformers
 from accelerate import Accelerator
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 import train
+from samerun.config import Optim
+from samerun.parallel.state import trained_state
+from samerun.run.checkpoint import save_checkpoint
 
 SHAPE = {
     "vocab_size": 16_000,
@@ -51,19 +55,19 @@ def main() -> int:
     args = parser.parse_args()
     accelerator = Accelerator(cpu=True)
     bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SHAPE | TINY if args.tiny else SHAPE)))
-    optimizers = train.build_optimizer(bare, train.Optim())
+    optimizers = train.build_optimizer(bare, Optim())
     model, *_ = accelerator.prepare(bare, *optimizers)
-    size = sum(tensor.nbytes for tensor in train.trained_state(model, optimizers).values())  # Makes them.
-    stager = train.StateDictStager()
+    size = sum(tensor.nbytes for tensor in trained_state(model, optimizers).values())  # Makes them.
+    stager = StateDictStager()
     content, rounds = memoryview(np.random.default_rng(0).bytes(size)), []
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
         for step in range(args.rounds + 1):
             os.sync()  # What waits in memory of one must not slow the next.
             marks = [time.perf_counter()]
-            state = stager.stage(train.trained_state(model, optimizers))
+            state = stager.stage(trained_state(model, optimizers))
             marks.append(time.perf_counter())
-            train.save_checkpoint(folder, 1, state, {"step": step, "best_checkpoint": ""}, None)
+            save_checkpoint(folder, 1, state, {"step": step, "best_checkpoint": ""}, None)
             marks.append(time.perf_counter())
             os.sync()
             marks.append(time.perf_counter())

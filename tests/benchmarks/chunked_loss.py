@@ -28,9 +28,9 @@ def loss_by_torch(model, batch):
     """The loss by torch's function, in its own choice of chunks."""
     import torch
 
-    import train
+    from samerun.model.loss import model_inputs
 
-    states = model.model(**train.model_inputs(model, batch))[0].flatten(0, 1)
+    states = model.model(**model_inputs(model, batch))[0].flatten(0, 1)
     options = torch.nn.LinearCrossEntropyOptions()
     arguments = states, model.lm_head.weight.to(states.dtype), batch["targets"].flatten()
     return torch.nn.functional.linear_cross_entropy(*arguments, reduction="sum", options=options)
@@ -41,7 +41,9 @@ def prepare(args: argparse.Namespace) -> tuple:
     import torch
     import transformers
 
-    import train
+    from samerun.config import Model
+    from samerun.data.batches import collate
+    from samerun.model.build import build_model
 
     found = transformers.LlamaConfig(
         vocab_size=args.vocab_size,
@@ -51,24 +53,25 @@ def prepare(args: argparse.Namespace) -> tuple:
         num_attention_heads=4,
         use_cache=False,
     )
-    model = train.build_model(train.Model(), found, 0, seed=0)
+    model = build_model(Model(), found, 0, seed=0)
     length = min(1024, args.tokens)
     ids = np.random.default_rng(0).integers(0, args.vocab_size, (args.tokens // length, length))
-    batch = train.collate([np.stack([row, row, np.arange(length)]) for row in ids], torch.device("cpu"), joined=True)
+    batch = collate([np.stack([row, row, np.arange(length)]) for row in ids], torch.device("cpu"), joined=True)
     return model, batch
 
 
 def seconds_of_pass(args: argparse.Namespace, variant: str, model, batch: dict) -> float:
     import torch
 
-    import train
+    from samerun.model.loss import compute_loss
+    from train import token_loss
 
     began = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
         if variant == "torch":
             loss = loss_by_torch(model, batch)
         else:
-            loss, _ = train.compute_loss(model, batch, variant == "chunked")
+            loss, _ = compute_loss(model, batch, token_loss, variant == "chunked")
     (loss / args.tokens).backward()
     seconds = time.perf_counter() - began
     model.zero_grad()

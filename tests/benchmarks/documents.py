@@ -38,7 +38,11 @@ def measure(variant: str, length: int, rows: int) -> None:
     import torch
     import transformers
 
-    import train
+    from samerun.config import Model
+    from samerun.data.batches import collate
+    from samerun.model.build import build_model
+    from samerun.model.loss import compute_loss, joins_documents
+    from train import token_loss
 
     torch.set_num_threads(1)
     found = transformers.LlamaConfig(
@@ -50,14 +54,14 @@ def measure(variant: str, length: int, rows: int) -> None:
         num_key_value_heads=4,
         use_cache=False,
     )
-    model = train.build_model(train.Model(), found, 0, seed=0)
+    model = build_model(Model(), found, 0, seed=0)
     if variant == "mask":
         model.set_attn_implementation("sdpa")
     rng = np.random.default_rng(0)
     batch = [make_row(length, rng) for _ in range(rows)]
-    batch = train.collate(batch, torch.device("cpu"), joined=train.joins_documents(model))
+    batch = collate(batch, torch.device("cpu"), joined=joins_documents(model))
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    train.compute_loss(model, batch)[0].backward()
+    compute_loss(model, batch, token_loss)[0].backward()
     seconds = time.process_time() - began
     print(json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds]))
 

@@ -56,10 +56,11 @@ SMALL_STEPS = 20
 
 def missing_libraries() -> list[str]:
     """What train.py imports in any case, and this file, and this Python does not have."""
-    statements = ast.parse((ROOT / "train.py").read_text()).body
+    files = [ROOT / "train.py", *(ROOT / "samerun").rglob("*.py")]
+    statements = [node for file in files for node in ast.parse(file.read_text()).body]
     names = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
-    roots = {name.split(".")[0] for name in names} | {"psutil"}
+    roots = {name.split(".")[0] for name in names} | {"psutil"} - {"samerun"}
     return sorted(name for name in roots if importlib.util.find_spec(name) is None)
 
 
@@ -198,15 +199,16 @@ class Bench:
         """Errors relative to the largest number, beside those of plain 16-bit attention of each document."""
         import torch
 
-        import train
+        from samerun.data.batches import Documents
+        from samerun.model.attention import flash_attention, piece_of
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        kernel = train.flash_attention if device == "cuda" else plain_attention
+        kernel = flash_attention if device == "cuda" else plain_attention
         lengths = (1, 700, 64, 64, 3, 1000, 216)
         ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-        documents = train.Documents(lengths, max(lengths), ends)
+        documents = Documents(lengths, max(lengths), ends)
         print("\n| flash attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
-        piece = train.piece_of(documents, 400, 1500)  # What a rank has of a row with context parallelism.
+        piece = piece_of(documents, 400, 1500)  # What a rank has of a row with context parallelism.
         whole, part = (documents, documents), (piece.own, piece.seen)
         cases = [(64, 8, None, whole), (128, 2, None, whole), (128, 2, 100, whole), (256, 4, None, whole)]
         for head, key_heads, window, (own, seen) in [*cases, (128, 2, None, part), (128, 2, 100, part)]:

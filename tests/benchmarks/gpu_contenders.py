@@ -161,6 +161,7 @@ def trl(architecture: dict, tokens: str, rows: int, micro_batch: int, length: in
 def count_waits(argv: list[str]) -> None:
     """Run train.py. The first of its `waits` are those of the second step."""
     import train
+    from samerun.run.meter import Meter
 
     waits, after_steps, show = [], [], warnings.showwarning
 
@@ -170,16 +171,16 @@ def count_waits(argv: list[str]) -> None:
         else:
             show(message, category, filename, lineno, *more)
 
-    count = train.Meter.count
+    count = Meter.count
 
-    def count_and_note(meter: train.Meter, counts: dict[str, int]) -> None:
+    def count_and_note(meter: Meter, counts: dict[str, int]) -> None:
         count(meter, counts)
         after_steps.append(len(waits))
 
     warnings.showwarning = note
     warnings.filterwarnings("always", ".*synchronizing CUDA operation")
     torch.set_warn_always(True)
-    train.Meter.count = count_and_note
+    Meter.count = count_and_note
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
     status = train.main(argv)

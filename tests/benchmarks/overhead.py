@@ -105,6 +105,7 @@ def bare_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torc
 
 def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
     import train
+    from samerun.run import logs
 
     new_model().save_pretrained(folder / "start")
     rows = helpers.write_rows(folder / "rows", [{"input_ids": row} for row in ids.tolist()])
@@ -136,14 +137,14 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> to
             "max_grad_norm": CLIP,
         },
     }
-    path, say = helpers.write_config(folder, config), train.say
+    path, say = helpers.write_config(folder, config), logs.say
 
     def say_and_turn(text: str) -> None:
         say(text)
         if text.startswith("step "):
             turn()
 
-    train.say = say_and_turn
+    logs.say = say_and_turn
     assert train.main(["--config", str(path)]) == 0
     return transformers.LlamaForCausalLM.from_pretrained(folder / "run" / "model")
 

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 import helpers
 
-import train
+from samerun.cli import load_config
 
 BOUND = 1e-3
 LEAST = 1e-9  # Losses that are equal to the last digit have a place at the bottom of the logarithmic axis.
@@ -91,7 +91,7 @@ class Runs:
             **(TINY if tiny else {}),
         }
         words = [str(word) for setting, value in settings.items() for word in (f"--{setting}", value)]
-        self.config = train.load_config(["--config", str(config), *words])[0].model_dump()
+        self.config = load_config(["--config", str(config), *words])[0].model_dump()
         self.environment = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
     def start(self, name: str, processes: int):

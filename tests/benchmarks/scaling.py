@@ -48,6 +48,11 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from samerun.cli import load_config
+from samerun.config import Model
+from samerun.errors import UserError
+from samerun.model.build import add_lora, flops_per_token, model_config
+from samerun.model.tokenizer import load_tokenizer
 
 # Bytes of a number. The files of accelerate_configs/ for several GPUs say bf16: weights and gradients stay float32, and
 # gradients are added up in that; FSDP2 rounds its shards before it gathers them.
@@ -78,11 +83,11 @@ class Cost:
     held: float
 
 
-def count_weights(found: transformers.PreTrainedConfig, model: train.Model) -> Weights:
+def count_weights(found: transformers.PreTrainedConfig, model: Model) -> Weights:
     """Of the model that train.py would build, without building it."""
     with torch.device("meta"):
         meta = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found))
-        meta = train.add_lora(meta, model.lora) if model.lora else meta
+        meta = add_lora(meta, model.lora) if model.lora else meta
     # Accelerate makes a unit of every decoder layer, of an embedding that is not also the output layer, and of the
     # final norm with the output layer. Only the last keeps what it has gathered until its backward pass.
     embedding, output = meta.get_input_embeddings(), meta.get_output_embeddings()
@@ -122,11 +127,11 @@ def scaling_table(
     argv: list[str], devices: list[int], tflops: float, speeds: list[float], vocab_size: int | None = None
 ) -> str:
     """The table for a command line of train.py. Speeds are in GB/s, one for each number of devices."""
-    config, _ = train.load_config(argv)
+    config, _ = load_config(argv)
     length, rows, limit = config.data.sequence_length, config.global_batch_size, config.batch.max_micro_batch_size
-    vocab_size = vocab_size or len(train.load_tokenizer(config.data, config.model))
-    found = train.model_config(config, vocab_size)
-    weights, flops = count_weights(found, config.model), train.flops_per_token(found, config.model.lora, length)
+    vocab_size = vocab_size or len(load_tokenizer(config.data, config.model))
+    found = model_config(config, vocab_size)
+    weights, flops = count_weights(found, config.model), flops_per_token(found, config.model.lora, length)
     total = weights.trained + weights.frozen
     lines = [
         f"{total:,} parameters, {flops / 1e6:,.1f} MFLOPs per token, {rows * length:,} tokens per step, "
@@ -248,8 +253,8 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
     finally:
         helpers.kill_tree(process)
     assert process.returncode == 0, output
-    settings, _ = train.load_config(["--config", str(path)])
-    weights = count_weights(train.model_config(settings, helpers.VOCABULARY), settings.model)
+    settings, _ = load_config(["--config", str(path)])
+    weights = count_weights(model_config(settings, helpers.VOCABULARY), settings.model)
     expected = cost(strategy, IMMEDIATE[sync], weights, processes, MICRO_STEPS)
     return json.loads((folder / "counted.json").read_text()), expected
 
@@ -299,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--gb-per-second: one value, or {len(args.devices)} for as many --devices; not {len(speeds)}")
     try:
         print(scaling_table(rest, args.devices, args.tflops, speeds, args.vocab_size))
-    except train.UserError as error:
+    except UserError as error:
         hint = "" if args.vocab_size else "\nWith --vocab-size no tokenizer is needed."
         print(f"error: {error}{hint}", file=sys.stderr)
         return 2

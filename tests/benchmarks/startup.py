@@ -23,26 +23,28 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-# Functions of train.py on the way to the first step; the rest is in "other".
-PARTS = (
-    "load_config",
-    "start_accelerator",
-    "load_tokenizer",
-    "load_data",
-    "build_model",
-    "flops_per_token",
-    "check_model",
-    "build_optimizer",
-    "load_step",
-    "find_checkpoint",
-)
+# Functions on the way to the first step, and where they are called; the rest is in "other".
+PARTS = {
+    "load_config": "train",
+    "start_accelerator": "train",
+    "load_tokenizer": "train",
+    "load_data": "train",
+    "build_model": "train",
+    "flops_per_token": "train",
+    "check_model": "train",
+    "build_optimizer": "train",
+    "load_step": "samerun.run.setup",
+    "find_checkpoint": "samerun.run.folder",
+}
 
 
 def imports(modules: list[str]) -> str:
     """A program that imports what train.py imports at its top, and then the libraries' modules that a launch had loaded
     by its first step, in that order: transformers, for one, loads the most of itself when a model is asked for."""
-    tree = ast.parse((ROOT / "train.py").read_text())
-    lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    files = [ROOT / "train.py", *(ROOT / "samerun").rglob("*.py")]
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
+    lines = {ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)}
+    lines = sorted(line for line in lines if "samerun" not in line)
     lines += [
         "import contextlib, importlib",
         f"for name in {modules}:",
@@ -60,8 +62,7 @@ def watched(launched: float, arguments: list[str]) -> None:
 
     spent["interpreter"], spent["imports"] = began - launched, time.time() - began
 
-    def timed(name: str):
-        function = getattr(train, name)
+    def timed(function, name: str):
 
         def call(*args, **options):
             before = time.time()
@@ -79,8 +80,9 @@ def watched(launched: float, arguments: list[str]) -> None:
         print(json.dumps([spent, [name for name, file in files.items() if "site-packages" in file]]), flush=True)
         os._exit(0)
 
-    for name in PARTS:
-        setattr(train, name, timed(name))
+    for name, place in PARTS.items():
+        room = sys.modules[place]
+        setattr(room, name, timed(getattr(room, name), name))
     train.train_step = first_step
     train.main(arguments)
 

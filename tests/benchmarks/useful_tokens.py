@@ -56,6 +56,8 @@ def new_model() -> torch.nn.Module:
 
 def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
     import train
+    from samerun.run import logs
+    from samerun.run.meter import Meter
 
     new_model().save_pretrained(folder / "start")
     rows, size = helpers.write_rows(folder / "rows", make_rows(steps)), GLOBAL if packing == "none" else PACKED
@@ -74,9 +76,9 @@ def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
             "model": {"pretrained": str(folder / "start")},
         },
     )
-    count, say, seen = train.Meter.count, train.say, []
+    count, say, seen = Meter.count, logs.say, []
 
-    def count_and_keep(meter: train.Meter, counts: dict[str, int]) -> None:
+    def count_and_keep(meter: Meter, counts: dict[str, int]) -> None:
         count(meter, counts)
         seen[:] = [counts["real_tokens"]]
 
@@ -85,7 +87,7 @@ def ours(packing: str, steps: int, turn: Callable, folder: Path) -> dict:
         if text.startswith("step "):
             turn(seen[0])
 
-    train.Meter.count, train.say = count_and_keep, say_and_turn
+    Meter.count, logs.say = count_and_keep, say_and_turn
     assert train.main(["--config", str(path)]) == 0
     return {}
 

@@ -15,6 +15,7 @@ from helpers import ROOT, difference, launch, run, tiny_config
 from reference import adamw, shuffled, summed_loss, train_reference
 
 import train
+from samerun.config import Config, MayChange, Optim, may_change
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -103,7 +104,7 @@ def test_a_term_of_the_loss(task, with_z_loss, tmp_path, monkeypatch, processes,
         names = {"torch": torch}
         exec(TOKEN_LOSS, names)
         monkeypatch.setattr(train, "token_loss", names["token_loss"])
-        monkeypatch.setattr(train, "CHUNK", 16)  # So that a micro-batch has several.
+        monkeypatch.setattr("samerun.model.loss.CHUNK", 16)  # So that a micro-batch has several.
         done = run(tmp_path, config, "--model.chunked_loss", str(chunked).lower())
     else:
         done = launch(tmp_path, config, processes=2, script=fork(tmp_path, TOKEN_LOSS))
@@ -138,7 +139,7 @@ def test_another_optimizer(task, tmp_path, monkeypatch, function):
     monkeypatch.setattr(train, "build_optimizer", names["build_optimizer"])
 
     def plain(model, optim):
-        return names["build_optimizer"](model, train.Optim(learning_rate=optim["learning_rate"]))
+        return names["build_optimizer"](model, Optim(learning_rate=optim["learning_rate"]))
 
     did = train_reference(config, rows_of, optimizers=plain)
     done = run(tmp_path, config, "--run.save_every", 3, "--run.keep_checkpoints", 3)
@@ -175,20 +176,16 @@ def test_a_setting_that_older_checkpoints_do_not_know(task, tmp_path):
     assert "  optim.of_a_fork: 3 in the checkpoint, None now" in unknown.output
 
 
-def test_a_new_setting_counts_as_mathematics():
+def test_a_new_setting_counts_as_mathematics(monkeypatch):
     """Unless it says otherwise."""
 
-    class Optim(train.Optim):
+    class OptimOfFork(Optim):
         of_a_fork: float = 0.1
-        and_harmless: train.MayChange[float] = 0.1
+        and_harmless: MayChange[float] = 0.1
 
-    class Config(train.Config):
-        optim: Optim = Optim()
+    class ConfigOfFork(Config):
+        optim: OptimOfFork = OptimOfFork()
 
-    known = train.Config
-    train.Config = Config
-    try:
-        assert not train.may_change("optim.of_a_fork") and not train.may_change("optim.learning_rate")
-        assert train.may_change("optim.and_harmless") and train.may_change("run.log_every")
-    finally:
-        train.Config = known
+    monkeypatch.setattr("samerun.config.Config", ConfigOfFork)
+    assert not may_change("optim.of_a_fork") and not may_change("optim.learning_rate")
+    assert may_change("optim.and_harmless") and may_change("run.log_every")

@@ -19,7 +19,7 @@ from helpers import ROOT, run, tiny_model
 from shipped import CONFIGS, LAUNCHERS
 from test_finetune import byte_tokenizer
 
-import train
+from samerun.cli import load_config
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ COMPILED = "long_context"
 )
 def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)  # From where its command is given, and its paths are meant.
-    config = train.load_config(["--config", str(file)])[0].model_dump()
+    config = load_config(["--config", str(file)])[0].model_dump()
     kind = "messages" if config["data"]["format"] == "chat" else "text"
     config["data"] |= {
         "files": [str(hub / kind / "train")],

@@ -15,7 +15,7 @@ from helpers import Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import Script
 
-import train
+from samerun.config import config_fields
 
 SOURCE = TRAIN.read_text()
 # Each feature alone, and all of them. Evaluation takes the samples, the best checkpoint and patience along, and FSDP
@@ -52,7 +52,7 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     fork = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "without", fork)
     spec.loader.exec_module(fork)
-    gone = train.config_fields().keys() - fork.config_fields().keys()
+    gone = config_fields().keys() - fork.config_fields().keys()
     assert not [name for name in gone if rest.mentions_setting(name)]
     kept = {section: dict(settings) for section, settings in config.items()}
     for section, name in (name.split(".") for name in gone):

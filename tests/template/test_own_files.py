@@ -22,7 +22,7 @@ def fork(tmp_path):
     """A copy of the repository with a config and a launcher file of its own, and other values in a shipped one."""
     for name in "train.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE":
         shutil.copy(ROOT / name, tmp_path)
-    for name in "configs", "accelerate_configs", "tests", ".github", ".ci":
+    for name in "samerun", "configs", "accelerate_configs", "tests", ".github", ".ci":
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "configs" / "mine.yaml").write_text(CONFIG)
     (tmp_path / "accelerate_configs" / "mine.yaml").write_text(LAUNCHER)

@@ -7,6 +7,7 @@ runs elsewhere is in ELSEWHERE, with the test that runs it.
 
 import ast
 import io
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,8 @@ from shipped import CONFIGS, LAUNCHERS
 from torch.distributed.run import get_args_parser
 
 import train
+from samerun.cli import load_config
+from samerun.config import Config, config_fields
 
 PAGES = [ROOT / folder / "README.md" for folder in ("", "accelerate_configs", "configs", "tests", "tests/benchmarks")]
 TEXT = {page: page.read_text() for page in PAGES}
@@ -151,7 +154,7 @@ LAUNCHES = commands(f"{LAUNCH}|{TORCHRUN}")
 def test_launches_parse(command):
     """Accelerate or torchrun takes the command, and asks train.py for settings that exist."""
     launched = parse(command)
-    train.load_config(["--config", str(ROOT / launched.config), *launched.settings])
+    load_config(["--config", str(ROOT / launched.config), *launched.settings])
 
 
 def different_runs() -> list[Launched]:
@@ -276,8 +279,8 @@ def test_slurm_script(tmp_path, status):
 
 def test_settings_are_all_there():
     """No page names a setting that does not exist, and configs/README.md names each that does."""
-    sections = "|".join(train.Config.model_fields)
-    known = train.config_fields().keys()
+    sections = "|".join(Config.model_fields)
+    known = config_fields().keys()
     assert set(re.findall(rf"\b((?:{sections})\.\w+)", README)) <= known
     named = set(re.findall(rf"\b((?:{sections})\.\w+)", TEXT[ROOT / "configs" / "README.md"]))
     assert known <= named, f"configs/README.md does not name {known - named}"
@@ -357,7 +360,7 @@ def test_every_config_has_a_plan(config, capsys):
     assert len(lines) == 8
     head = config.read_text()
     assert head.startswith("# yaml-language-server: $schema=schema.json\n")
-    settings, _ = train.load_config(["--config", str(config)])
+    settings, _ = load_config(["--config", str(config)])
     rows, length = settings.global_batch_size, settings.data.sequence_length
     assert f"{rows:,} rows x {length:,} " in head and f"{rows * length:,} tokens per step" in head
 
@@ -376,11 +379,12 @@ def asks_for_a_gpu(node: ast.AST) -> bool:
 
 def test_what_only_a_gpu_runs_is_listed():
     functions = {}
-    for node in ast.parse((ROOT / "train.py").read_text()).body:
+    files = [ROOT / "train.py", *(ROOT / "samerun").rglob("*.py")]
+    for node in itertools.chain(*(ast.parse(file.read_text()).body for file in files)):
         if isinstance(node, ast.FunctionDef):
             functions[node.name] = node
         if isinstance(node, ast.ClassDef):
             functions |= {f"{node.name}.{part.name}": part for part in node.body if isinstance(part, ast.FunctionDef)}
-    [table] = re.findall(r"^\| in `train.py` .*\n((?:\|.*\n)+)", (ROOT / "tests" / "README.md").read_text(), re.M)
+    [table] = re.findall(r"^\| where it is .*\n((?:\|.*\n)+)", (ROOT / "tests" / "README.md").read_text(), re.M)
     listed = {name for line in table.splitlines() for name in re.findall(r"`([\w.]+)`", line.split("|")[1])}
     assert listed == {name for name, node in functions.items() if asks_for_a_gpu(node)}

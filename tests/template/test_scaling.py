@@ -8,7 +8,8 @@ import pytest
 import transformers
 from helpers import ROOT
 
-import train
+from samerun.config import Model
+from samerun.model.build import flops_per_token
 
 sys.path.append(str(ROOT / "tests" / "benchmarks"))
 import scaling
@@ -54,21 +55,21 @@ def test_published_rates_are_the_published_utilization():
     """TorchTitan (benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B on 8 H100 by FSDP2, rows of 8,192 tokens:
     5,762 tokens/s per device, 6,667 with compile, 34 % and 39 % of the 989 TFLOP/s of bf16. The third rate, 8,532, is
     one with float8, for which no utilization is defined."""
-    flops = train.flops_per_token(LLAMA_8B, None, 8192)
+    flops = flops_per_token(LLAMA_8B, None, 8192)
     assert [round(100 * rate * flops / 989e12) for rate in (5762, 6667)] == [34, 39]
 
 
 def test_weights_of_8b():
     """8,030,261,248 parameters, as published; all but the final norm and the output layer are gathered twice."""
-    weights = scaling.count_weights(LLAMA_8B, train.Model())
+    weights = scaling.count_weights(LLAMA_8B, Model())
     assert weights == Weights(8_030_261_248, 8_030_261_248 - 4096 - 128_256 * 4096)
 
 
 def test_weights_of_an_adapter():
     """Rank 4 on the query projections of 2 layers from 32 to 32 dimensions: 2 x (4 x 32 + 32 x 4)."""
     found = transformers.LlamaConfig(**scaling.SHAPE, vocab_size=384, tie_word_embeddings=True)
-    lora = train.Model(lora={"r": 4, "target_modules": ["q_proj"]}, dtype="bfloat16")
-    plain, adapted = scaling.count_weights(found, train.Model()), scaling.count_weights(found, lora)
+    lora = Model(lora={"r": 4, "target_modules": ["q_proj"]}, dtype="bfloat16")
+    plain, adapted = scaling.count_weights(found, Model()), scaling.count_weights(found, lora)
     assert (adapted.trained, adapted.frozen, adapted.frozen_bytes) == (512, plain.trained, 2)
     assert adapted.regathered == plain.regathered + 512 == plain.trained - 384 * 32 - 32 + 512  # Tied, with the norm.
 

@@ -1,0 +1,216 @@
+"""From a YAML file and a command line to a Config: overrides, --help, hints for wrong keys."""
+
+import argparse
+import difflib
+import json
+import re
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields
+from samerun.errors import UserError, one_line, require
+
+
+def help_text(story: str) -> str:
+    """All settings, below the docstring of train.py."""
+    text = f"{story}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
+    sections = Config.model_json_schema()["$defs"]
+    for path, field in config_fields().items():
+        section, name = path.split(".")
+        kind = type_words(sections[section.capitalize()]["properties"][name])
+        text += f"\n  --{path}  {kind}, default {json.dumps(field.default)}\n      {field.description}"
+    return text
+
+
+def type_words(schema: dict[str, Any]) -> str:
+    """The type of a setting in the words of Python, from its JSON schema: int | None, 'linear' | 'cosine'."""
+    plain = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "object": "dict", "null": "None"}
+    if "anyOf" in schema or "oneOf" in schema:
+        return " | ".join(type_words(choice) for choice in schema.get("anyOf") or schema["oneOf"])
+    if "$ref" in schema:
+        return schema["$ref"].split("/")[-1]
+    if "enum" in schema:
+        return " | ".join(repr(value) for value in schema["enum"])
+    if "const" in schema:
+        return repr(schema["const"])
+    if isinstance(schema.get("additionalProperties"), dict):
+        return f"dict[str, {type_words(schema['additionalProperties'])}]"
+    if schema["type"] == "array":
+        return f"list[{type_words(schema['items'])}]"
+    return plain[schema["type"]]
+
+
+def describe(error: ValidationError) -> str:
+    """One line per problem: the dotted path, what is wrong, and what was given."""
+    # How pydantic and our tags name the choices of a setting.
+    union_branch = re.compile(r"constrained-int|literal\[.*|function-\w+\[.*|list\[.*|one source|several sources")
+    problems = {}
+    for problem in error.errors():
+        path = ".".join(part for part in map(str, problem["loc"]) if not union_branch.fullmatch(part))
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key; {nearest_setting(path)}"
+        elif problem["type"] == "value_error":
+            text = str(problem["ctx"]["error"])
+        else:
+            text = f"{problem['msg']}, not {problem['input']!r}"
+        problems.setdefault(path, []).append(text)
+    lines = []
+    for path, texts in problems.items():
+        text = " or ".join(texts)
+        lines.append(f"{path}: {text}" if path else text)
+    return "\n".join(lines)
+
+
+# What other trainers (transformers, TRL, axolotl, litgpt, llm-foundry, torchtitan) call our settings.
+FOREIGN_NAMES = {
+    "lr": "optim.learning_rate",
+    "batch_size": "batch.global_batch_size",
+    "total_batch_size": "batch.global_batch_size",
+    "train_batch_size": "batch.global_batch_size",
+    "global_train_batch_size": "batch.global_batch_size",
+    "per_device_train_batch_size": "batch.max_micro_batch_size",
+    "per_device_eval_batch_size": "batch.max_micro_batch_size",
+    "device_train_microbatch_size": "batch.max_micro_batch_size",
+    "micro_batch_size": "batch.max_micro_batch_size",
+    "local_batch_size": "batch.max_micro_batch_size",
+    "auto_find_batch_size": "batch.max_micro_batch_size",
+    "gradient_accumulation_steps": "batch.global_batch_size",
+    "gradient_accumulation_iters": "batch.global_batch_size",
+    "num_train_epochs": "run.max_epochs",
+    "num_epochs": "run.max_epochs",
+    "epochs": "run.max_epochs",
+    "max_duration": "run.max_tokens",
+    "max_train_steps": "run.max_steps",
+    "steps": "run.max_steps",
+    "warmup_ratio": "optim.warmup_steps",
+    "num_warmup_steps": "optim.warmup_steps",
+    "lr_warmup_steps": "optim.warmup_steps",
+    "lr_scheduler_type": "optim.schedule",
+    "lr_scheduler": "optim.schedule",
+    "optimizer": "optim.name",
+    "gradient_clipping": "optim.max_grad_norm",
+    "max_norm": "optim.max_grad_norm",
+    "logging_steps": "run.log_every",
+    "log_interval": "run.log_every",
+    "eval_steps": "run.eval_every",
+    "eval_interval": "run.eval_every",
+    "save_steps": "run.save_every",
+    "save_interval": "run.save_every",
+    "checkpointing_steps": "run.save_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "load_best_model_at_end": "run.keep_best",
+    "early_stopping_patience": "run.patience",
+    "resume_from_checkpoint": "run.resume",
+    "overwrite_output_dir": "run.output_dir",
+    "out_dir": "run.output_dir",
+    "report_to": "run.trackers",
+    "with_tracking": "run.trackers",
+    "sequence_len": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "block_size": "data.sequence_length",
+    "sample_packing": "data.packing",
+    "val_set_size": "data.eval_fraction",
+    "validation_split_percentage": "data.eval_fraction",
+    "validation_file": "data.eval_source",
+    "train_file": "data.files",
+    "datasets": "data.sources",
+    "dataset_mixer": "data.sources",
+    "dataset_name": "data.path",
+    "dataset_config_name": "data.name",
+    "dataset_text_field": "data.column",
+    "model_name_or_path": "model.pretrained",
+    "base_model": "model.pretrained",
+    "tokenizer_name": "data.tokenizer",
+    "attn_implementation": "model.attention",
+    "flash_attention": "model.attention",
+    "torch_compile": "model.compile",
+    "torch_dtype": "model.dtype",
+    "lora_r": "model.lora",
+    "lora_alpha": "model.lora",
+}
+
+
+def nearest_setting(path: str) -> str:
+    """A hint for a key that does not exist: the same name in another section, another trainer's, or a similar one."""
+    if path.startswith("batch.warmup."):
+        return f"a stage has {', '.join(BatchStage.model_fields)}"
+    known = list(config_fields())
+    section, _, key = path.rpartition(".")
+    if path in known:
+        return f"write it as {section}: and, indented below, {key}:"
+    in_source = section.startswith("data.sources.") and difflib.get_close_matches(key, WeightedSource.model_fields)
+    if in_source:
+        return f"did you mean {section}.{in_source[0]}?"
+    in_evaluation = section.startswith("data.eval_source") and difflib.get_close_matches(key, Source.model_fields)
+    if in_evaluation:
+        return f"did you mean {section}.{in_evaluation[0]}?"
+    foreign = FOREIGN_NAMES.get(key.replace("-", "_"))
+    if foreign:
+        return f"did you mean {foreign}? {config_fields()[foreign].description}"
+    elsewhere = [name for name in known if name.split(".")[1] == key]
+    siblings = [name.split(".")[1] for name in known if name.startswith(f"{section}.")]
+    similar = difflib.get_close_matches(key, siblings, cutoff=0.2)  # So low that lr finds learning_rate.
+    anywhere = difflib.get_close_matches(path, [*known, *Config.model_fields])
+    near = [*elsewhere, *(f"{section}.{name}" for name in similar), *anywhere]
+    return f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
+
+
+def load_config(argv: list[str]) -> tuple[Config, list[int]]:
+    """The validated config of a command line, and the process counts of --plan. Raises UserError for anything else."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--plan", nargs="+", type=int, default=[])
+    where, given = "command line", []
+    try:
+        args, rest = parser.parse_known_args(argv)
+        is_usable = len(args.config) == 1 and min(args.plan, default=1) > 0
+        require(is_usable, "give one --config FILE, --plan at least 1; see --help")
+        file = where = args.config[0]
+        # OmegaConf reads YAML as people do: 1e-4 is a number (in YAML 1.1 a string), and no key is given twice.
+        settings = OmegaConf.load(file)
+        require(OmegaConf.is_dict(settings), "its top level must be sections, such as run: and data:")
+        for name, value in split_overrides(rest):
+            where = f"{name} {value}".strip()
+            is_setting = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name)
+            has_value = value and not value.startswith("--")
+            require(is_setting and has_value, "not --section.field VALUE")
+            override(settings, name[2:], value)
+            given += [f"{name[2:]}:", f"{name[2:]}."]  # So may begin what is said about it.
+        return Config.model_validate(OmegaConf.to_container(settings)), args.plan
+    except ValidationError as error:
+        problems = describe(error)
+        is_given = problems.startswith(tuple(given))
+        raise UserError(f"{'command line' if is_given else file}: {problems}") from None
+    except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError, OmegaConfBaseException) as error:
+        message = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"{where}: {message}") from None
+
+
+def override(settings: DictConfig, path: str, text: str) -> None:
+    """Replace what is at a dotted path by a value in YAML. Raises UserError, and what OmegaConf raises."""
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except yaml.YAMLError as error:
+        advice = "quotes of its own, as in '\"*.txt\"', make any text YAML"
+        raise UserError(f"the value is not YAML: {one_line(error)}; {advice}") from None
+    try:
+        OmegaConf.update(settings, path, value, merge=False)
+    except (TypeError, ValueError, IndexError):
+        raise UserError("a part of this path is a list; give its items by their numbers from 0, or all of it") from None
+
+
+def split_overrides(rest: list[str]) -> list[tuple[str, str]]:
+    """The pairs of --section.field VALUE and --section.field=VALUE; the last value is empty where one is missing."""
+    words = []
+    for word in rest:
+        words += word.split("=", 1) if word.startswith("--") else [word]
+    if len(words) % 2:
+        words.append("")
+    return list(zip(words[::2], words[1::2]))

@@ -1,0 +1,421 @@
+"""Every setting, with its default, its docstring and its checks."""
+
+import math
+import os
+import re
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeVar
+
+import pandas as pd
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
+
+from samerun.errors import UserError, require
+
+
+def as_list(value: Any) -> Any:
+    """One text stands for a list of one, and null for none."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None)]
+
+
+Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
+
+
+# A run that has begun may continue with another value of such a setting. Any other setting decides what the run learns.
+MAY_CHANGE = "may change"
+
+
+MayChange = Annotated[TypeVar("Type"), MAY_CHANGE]  # MayChange[int] is int with this mark, for may_change().
+
+
+class Section(BaseModel):
+    """A part of the config. --help, configs/schema.json and editors show the line below each setting."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Run(Section):
+    output_dir: MayChange[Location] = "runs/default"
+    """Folder of the run. The same command continues what it finds there."""
+    max_steps: MayChange[PositiveInt | None] = None
+    """Length of the run in optimizer steps, and of its schedule. Give one of max_steps, max_epochs and max_tokens."""
+    max_epochs: MayChange[PositiveFloat | None] = None
+    """Length of the run in passes over the data, rounded up to whole steps."""
+    max_tokens: MayChange[PositiveInt | None] = None
+    """Length of the run in tokens, rounded up to whole steps."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of the initial weights, of the order of the rows and of dropout."""
+    log_every: MayChange[PositiveInt] = 10
+    """Steps between two log lines. To log, the host waits for values from the device."""
+    eval_every: MayChange[NonNegativeInt] = 100
+    """Steps between two evaluations; 0 evaluates after the last step only."""
+    save_every: MayChange[NonNegativeInt] = 100
+    """Steps between two checkpoints; 0 saves after the last step only."""
+    keep_checkpoints: MayChange[PositiveInt] = 2
+    """How many checkpoints are kept. An older one is deleted when a newer one is complete."""
+    keep_best: MayChange[bool] = False
+    """Also save and keep the checkpoint with the lowest evaluation loss, and export its model at the end."""
+    patience: MayChange[NonNegativeInt] = 0
+    """Finish early, after this many evaluations in a row that did not lower the evaluation loss; 0 never does."""
+    resume: MayChange[Location] = "auto"
+    """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
+    init_from: Location | None = None
+    """Folder of a checkpoint whose weights start this run at step 0."""
+    allow_changes: MayChange[bool] = False
+    """Continue a run although settings have changed that decide what it learns."""
+    max_skipped_steps: MayChange[NonNegativeInt] = 0
+    """How many updates in a row may be skipped because a number is not finite."""
+    trackers: MayChange[Texts] = ["tensorboard"]
+    """Accelerate's trackers that get every metric, such as tensorboard and wandb."""
+
+
+class BatchStage(Section):
+    steps: PositiveInt
+    """How many steps have this batch."""
+    rows: PositiveInt | None = None
+    """Rows per optimizer step. Give this or tokens."""
+    tokens: PositiveInt | None = None
+    """Tokens per optimizer step, a multiple of data.sequence_length."""
+
+
+class Batch(Section):
+    global_batch_size: PositiveInt | None = None
+    """Rows per optimizer step, over all devices. Give this or global_batch_tokens."""
+    global_batch_tokens: PositiveInt | None = None
+    """Tokens per optimizer step, a multiple of data.sequence_length."""
+    warmup: list[BatchStage] = []
+    """Stages before the global batch, each with its number of steps and its rows or tokens per step."""
+    max_micro_batch_size: MayChange[PositiveInt | Literal["auto"]] = 8
+    """The most rows that one device computes at a time; auto tries at the start what fits into memory."""
+    sync_each_micro_step: MayChange[bool] = False
+    """Average the gradients in each micro-step. This costs traffic, and with FSDP2 it saves memory."""
+
+
+class Source(Section):
+    path: Location | None = None
+    """Data set as load_dataset takes it, a Hub name or a local folder; or a folder of save_to_disk."""
+    name: str | None = None
+    """Configuration of the data set, as load_dataset takes it."""
+    files: Texts = []
+    """Local files, folders, globs or URLs; !pattern leaves files out; {stdlib} is Python's own library."""
+    split: str = "train"
+    """Split of the data set."""
+
+
+def as_sources(value: Any) -> Any:
+    known = isinstance(value, dict | Source)
+    require(known, f"a source is path: NAME or files: FILE, and several sources have names; not {value!r}")
+    if isinstance(value, dict) and kind_of_sources(value) == "several sources":
+        of_one = [name for name in Source.model_fields if name in value and not isinstance(value[name], dict | Source)]
+        advice = "on the command line, put --data.eval_source null before the sources to replace it"
+        require(not of_one, f"has {', '.join(of_one)} of a single source beside several; {advice}")
+    return value
+
+
+def kind_of_sources(value: Any) -> str:
+    """Tells pydantic one source from several with names: no setting of a source is a mapping itself."""
+    parts = value.values() if isinstance(value, dict) else []
+    return "several sources" if any(isinstance(part, dict | Source) for part in parts) else "one source"
+
+
+Sources = Annotated[
+    Annotated[Source, Tag("one source")] | Annotated[dict[Text, Source], Tag("several sources")],
+    Discriminator(kind_of_sources),
+    BeforeValidator(as_sources),
+]
+
+
+class WeightedSource(Source):
+    weight: PositiveFloat
+    """Share of the rows, in proportion to the weights of the other sources."""
+    format: Literal["text", "chat", "tokens"] | None = None
+    """What a document of this source is; null is data.format."""
+    column: str | None = None
+    """Column that holds the documents of this source; null is data.column."""
+
+
+class Data(Source):
+    sources: dict[str, WeightedSource] | None = None
+    """In place of path or files: several sources by name, each with its path or files and a weight."""
+    format: Literal["text", "chat", "tokens"] = "text"
+    """What a document is: a text; a chat, a list of role and content; or tokens, input_ids with optional labels."""
+    column: str | None = None
+    """Column that holds the documents; null is text, messages, conversations, prompt and completion, or input_ids."""
+    drop_nulls: bool = False
+    """Leave out rows whose document is null, such as an empty cell of a .csv. Otherwise they end the run."""
+    chat_template: Location | None = None
+    """File with a Jinja chat template to use in place of the tokenizer's own."""
+    special_tokens: Texts = []
+    """Tokens to add to the tokenizer, such as the markers of a chat template that it does not know."""
+    tokenizer: Location | None = None
+    """Hub name or folder, or bytes for UTF-8; null: that of model.pretrained, or bytes; with format tokens, none."""
+    sequence_length: int = Field(512, ge=2)
+    """The most tokens in a row. A longer document continues in further rows."""
+    packing: Literal["none", "concat", "best_fit"] = "concat"
+    """none gives each document its own row, concat cuts the joined documents, best_fit keeps them whole."""
+    eval_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the documents that is held out for evaluation. Give this or eval_source."""
+    eval_source: MayChange[Sources | None] = None
+    """Other data to evaluate on: path, name and split, or files. Or several such sources, each under its name."""
+
+    @property
+    def eval_sources(self) -> dict[str, Source]:
+        """The sources to evaluate on by their names. A single one has the name ""."""
+        found = self.eval_source or {}
+        return {"": found} if isinstance(found, Source) else found
+
+
+class Model(Section):
+    pretrained: Location | None = None
+    """Hub name or folder of a model to train further. Give this or architecture."""
+    architecture: dict[str, Any] | None = None
+    """Model to train from scratch: model_type, and fields of its transformers config."""
+    trust_remote_code: MayChange[bool] = False
+    """Run the Python code that comes with the model or the tokenizer."""
+    attention: MayChange[str] = "sdpa"
+    """Attention of transformers: sdpa, eager, flex_attention, flash_attention_2 and others."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights. bfloat16 is for the frozen weights below a LoRA adapter."""
+    lora: dict[str, Any] | None = None
+    """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
+    gradient_checkpointing: MayChange[bool] = False
+    """Compute activations again in the backward pass. This saves memory and costs time."""
+    chunked_loss: MayChange[bool] = False
+    """Hold the logits of only 768 tokens at a time. With a large vocabulary this saves much memory."""
+    compile: MayChange[Literal["none", "regional", "full"]] = "none"
+    """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
+    expert_ranks: MayChange[PositiveInt] = 1
+    """Expert parallelism: divide the experts of each layer among this many processes, which send each other tokens."""
+    pipeline_ranks: MayChange[PositiveInt] = 1
+    """Pipeline parallelism: divide the layers among this many processes, which pass on what they have computed."""
+    pipeline_schedule: MayChange[Literal["1F1B", "Interleaved1F1B"]] = "1F1B"
+    """Order of the passes in a pipeline. With Interleaved1F1B, processes have two parts each and wait for less time."""
+
+    def chunks_per_rank(self) -> int:
+        return 2 if self.pipeline_schedule == "Interleaved1F1B" else 1
+
+
+class Optim(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the rest."""
+    learning_rate: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate goes on after the warmup."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises in equal parts from learning_rate / warmup_steps to learning_rate."""
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
+    """The last learning rate as a share of the peak, unless schedule is constant."""
+    decay_fraction: float = Field(1.0, gt=0, le=1)
+    """The learning rate falls during this last share of the run. Below 1: warmup, stable, decay (WSD)."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices, embeddings included. Norms and biases do not decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay rate of the first moment."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay rate of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Number that AdamW adds to the denominator of its update."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the norm of all gradients together to this; null never clips."""
+
+
+class Eval(Section):
+    follow: MayChange[str | None] = None
+    """Name of the evaluation that decides, and whose loss is eval/loss; null takes the first of several."""
+    max_rows: MayChange[PositiveInt | None] = None
+    """Evaluate on this many rows of each source, the first ones; null evaluates on all."""
+    prompts: MayChange[Texts] = []
+    """Prompts to continue after each evaluation. With format chat they are the user's first message."""
+    max_new_tokens: MayChange[PositiveInt] = 128
+    """The most tokens in each continuation."""
+    temperature: MayChange[NonNegativeFloat] = 0.8
+    """Sampling temperature of the continuations; 0 always takes the likeliest token."""
+
+
+class Perf(Section):
+    peak_tflops: MayChange[PositiveFloat | None] = None
+    """Peak TFLOP/s of one device, for MFU; null takes it from a table of known devices."""
+    device_memory_gib: MayChange[PositiveFloat | None] = None
+    """Memory of one device in GiB. With it, --plan says what a run takes, and how to make it fit."""
+    profile_steps: MayChange[list[PositiveInt] | None] = Field(None, min_length=2, max_length=2)
+    """[first, last]: the steps to profile."""
+
+
+class Config(Section):
+    run: Run = Run()
+    batch: Batch = Batch()
+    data: Data = Data()
+    model: Model = Model()
+    optim: Optim = Optim()
+    eval: Eval = Eval()
+    perf: Perf = Perf()
+
+    @model_validator(mode="after")
+    def check(self) -> "Config":
+        require_exactly_one("run", self.run, ["max_steps", "max_epochs", "max_tokens"])
+        require_exactly_one("batch", self.batch, ["global_batch_size", "global_batch_tokens"])
+        require_exactly_one("model", self.model, ["pretrained", "architecture"])
+        check_source("data", self.data, ["path", "files", "sources"])
+        self.check_sources()
+        self.check_eval_sources()
+        evaluates = self.data.eval_source or self.data.eval_fraction
+        require(evaluates or not self.run.keep_best, "run.keep_best needs data.eval_fraction or data.eval_source")
+        require(evaluates or not self.eval.prompts, "eval.prompts need data.eval_fraction or data.eval_source")
+        has_regular_evaluations = evaluates and self.run.eval_every
+        require(
+            has_regular_evaluations or not self.run.patience,
+            "run.patience needs data.eval_fraction or eval_source, and run.eval_every",
+        )
+        dtype_fits = self.model.dtype == "float32" or self.model.lora is not None
+        require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
+        self.check_batch()
+        self.check_tokenizer()
+        return self
+
+    def check_sources(self) -> None:
+        if not self.data.sources:
+            return
+        for name, source in self.data.sources.items():
+            where = f"data.sources.{name}"
+            require(re.fullmatch(r"[\w-]+", name), f"{where}: a name has only letters, digits, - and _")
+            check_source(where, source, ["path", "files"])
+            alike = (source.format or self.data.format) == "tokens", self.data.format == "tokens"
+            advice = "tokenize all sources and give data.format: tokens, or none"
+            require(alike[0] == alike[1], f"{where}.format: tokens do not mix with texts or chats; {advice}")
+        rows_per_block(self.data.sources)
+        epochs = "data.sources: each has epochs of its own, so give run.max_steps or run.max_tokens, not run.max_epochs"
+        require(not self.run.max_epochs, epochs)
+        first_only = self.data.eval_fraction and self.eval.max_rows
+        require(not first_only, "eval.max_rows: would take held-out rows of the first of data.sources only; use null")
+
+    def check_eval_sources(self) -> None:
+        """The names of several sources become a part of the names of their metrics."""
+        sources, follow = self.data.eval_sources, self.eval.follow
+        two_held_out = sources and self.data.eval_fraction
+        require(not two_held_out, "give at most one of data.eval_fraction and eval_source")
+        for name, source in sources.items():
+            setting = eval_setting(name)
+            is_plain = re.fullmatch(r"[\w-]*", name)
+            require(is_plain, f"{setting}: a name has only letters, digits, _ and -, as in eval/NAME/loss")
+            is_taken = name in EVAL_METRICS or name in Source.model_fields
+            require(not is_taken, f"{setting}: is what a metric or a setting is called; take another name")
+            check_source(setting, source, ["path", "files"])
+        names = ", ".join(sources) or "no names"
+        require(follow is None or follow in sources, f"eval.follow {follow!r}: data.eval_source has {names}")
+
+    def check_batch(self) -> None:
+        check_tokens("batch.global_batch_tokens", self.batch.global_batch_tokens, self.data.sequence_length)
+        for number, stage in enumerate(self.batch.warmup):
+            require_exactly_one(f"batch.warmup.{number}", stage, ["rows", "tokens"])
+            check_tokens(f"batch.warmup.{number}.tokens", stage.tokens, self.data.sequence_length)
+
+    def check_tokenizer(self) -> None:
+        """Tokens need no tokenizer, and only data.tokenizer can say which one made them."""
+        if self.data.format != "tokens" or self.data.tokenizer:
+            return
+        require(not self.eval.prompts, "eval.prompts need data.tokenizer, the one that made the tokens")
+        has_size = self.model.pretrained or "vocab_size" in self.model.architecture
+        require(has_size, "model.architecture: give its vocab_size, or data.tokenizer to take it from")
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch.global_batch_size or self.batch.global_batch_tokens // self.data.sequence_length
+
+    def batch_stages(self) -> list[tuple[int, int]]:
+        """(first step, rows per step) of each stage of the run. The last one has the global batch."""
+        stages, step = [], 1
+        for stage in self.batch.warmup:
+            stages.append((step, stage.rows or stage.tokens // self.data.sequence_length))
+            step += stage.steps
+        return [*stages, (step, self.global_batch_size)]
+
+
+def require_exactly_one(name: str, section: Section, choices: list[str]) -> None:
+    given = [choice for choice in choices if getattr(section, choice)]
+    require(len(given) == 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others")
+
+
+def check_tokens(setting: str, tokens: int | None, length: int) -> None:
+    """Raises UserError for tokens that are no whole rows of this length."""
+    if tokens is None or tokens % length == 0:
+        return
+    below = tokens // length * length
+    near = f"{below} and {below + length} are" if below else f"{length} are"
+    raise UserError(f"{setting} {tokens} is not a multiple of data.sequence_length; {near}")
+
+
+def check_source(setting: str, source: Source, choices: list[str]) -> None:
+    require_exactly_one(setting, source, choices)
+    split_given = not source.path and (source.name or source.split != "train")
+    require(not split_given, f"{setting}.name and {setting}.split go with {setting}.path")
+
+
+EVAL_METRICS = ("loss", "perplexity", "bits_per_byte")  # Each as eval/METRIC or eval/NAME/METRIC.
+
+
+def eval_setting(name: str) -> str:
+    """The dotted path of an evaluation's source. The only one has no name."""
+    return f"data.eval_source.{name}" if name else "data.eval_source"
+
+
+def evaluation_title(name: str) -> str:
+    return f"Evaluation {name}" if name else "Evaluation"
+
+
+MAX_BLOCK = 10_000  # Rows of a block of a mixture, in which the share of each source is exact.
+
+
+def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
+    """How many rows of each source there are in a block: the smallest whole numbers in the ratio of the weights."""
+    weights = [Fraction(str(source.weight)) for source in sources.values()]
+    multiples = [weight * math.lcm(*(other.denominator for other in weights)) for weight in weights]
+    counts = [int(multiple) // math.gcd(*map(int, multiples)) for multiple in multiples]
+    advice = f"are whole numbers only in blocks of {sum(counts):,} rows, and {MAX_BLOCK:,} are the most; round them"
+    require(
+        sum(counts) <= MAX_BLOCK, f"data.sources: the weights {' and '.join(map(str, map(float, weights)))} {advice}"
+    )
+    return counts
+
+
+def may_change(name: str) -> bool:
+    """Whether a run may be continued with another value of this setting; `name` is its dotted path, or longer."""
+    field = config_fields().get(".".join(name.split(".")[:2]))
+    return field is not None and MAY_CHANGE in field.metadata
+
+
+def config_fields() -> dict[str, Any]:
+    """Every setting by its dotted path."""
+    known = {}
+    for section, holder in Config.model_fields.items():
+        for name, field in holder.annotation.model_fields.items():
+            known[f"{section}.{name}"] = field
+    return known
+
+
+def flatten(nested: dict[str, Any]) -> dict[str, Any]:
+    """One dictionary with dotted names."""
+    [flat] = pd.json_normalize(nested).to_dict("records")
+    return flat

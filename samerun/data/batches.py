@@ -1,0 +1,168 @@
+"""From rows to the micro-batches of a step."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from samerun.data.rows import Dataset, Mixture
+from samerun.plan import Stage
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch lie, one after the other in a single row.
+
+    To compiled code it is an object whose list nobody reads. With each new list, it would be compiled anew.
+    """
+
+    lengths: tuple[int, ...]  # In tokens. The host knows them without asking the device.
+    longest: int  # Of the lengths.
+    ends: torch.Tensor  # int32 [documents + 1] on the device: 0, and where each document ends.
+    row_ranks: dist.ProcessGroup | None = None  # The ranks among which its tokens are divided, if they are.
+    # With context parallelism, what this rank has of the row, whose lengths and ends the above remain.
+    row_pieces: tuple["RowPiece", ...] = ()
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """Neighbouring tokens of a row, and the tokens that they see: the same documents from their beginnings on.
+
+    Each document of `own` is the end of the one in `seen`.
+    """
+
+    own: Documents
+    seen: Documents
+    begin: int  # The token of the row with which `seen` begins.
+    mask_of: Callable  # causal_mask(), which remembers masks as long as the piece lives: all layers need the same.
+
+
+def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[str, Any]:
+    """A micro-batch: its rows joined to a single one, or padded to the same length."""
+    arrays = join_rows(rows) if joined else pad_rows(rows)
+    batch = {}
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            tensor = tensor.pin_memory()  # The copy then runs in the background.
+        batch[name] = tensor.to(device, non_blocking=True)
+    if joined:
+        lengths = np.diff(arrays["ends"]).tolist()
+        batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"))
+    return batch
+
+
+def join_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """int64 arrays [1, tokens], and int32 `ends` as in Documents. A document is a piece of Dataset: it begins at 0."""
+    tokens = np.concatenate(rows, axis=1)
+    names = ("input_ids", "targets", "position_ids")
+    joined = {name: part[None] for name, part in zip(names, tokens)}
+    starts = np.flatnonzero(tokens[2] == 0)
+    return joined | {"ends": np.append(starts, tokens.shape[1]).astype(np.int32)}
+
+
+def lengthen(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """A micro-batch of one row with more tokens at its end: documents of one token that is no target."""
+    documents, before = batch["documents"], batch["targets"].shape[1]
+    missing = length - before
+    more_ids = batch["input_ids"][:, :1].expand(1, missing)  # Real ones, see Dataset.read_rows().
+    longer = {"input_ids": torch.cat((batch["input_ids"], more_ids), dim=1)}
+    for name, value in ("targets", -100), ("position_ids", 0):
+        longer[name] = F.pad(batch[name], (0, missing), value=value)
+    more = torch.arange(before + 1, length + 1, device=documents.ends.device, dtype=torch.int32)
+    lengths, ends = (*documents.lengths, *[1] * missing), torch.cat((documents.ends, more))
+    return batch | longer | {"documents": replace(documents, lengths=lengths, ends=ends)}
+
+
+def pad_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """int64 arrays [rows, width], padded on the right. That needs no mask: no token attends to what comes after it.
+
+    Rows of several documents get position_ids, by which transformers keeps the documents apart.
+    """
+    batch = np.zeros((3, len(rows), max(row.shape[1] for row in rows)), np.int64)
+    batch[1] = -100
+    for number, row in enumerate(rows):
+        batch[:, number, : row.shape[1]] = row
+    padded = {"input_ids": batch[0], "targets": batch[1]}
+    if any(row[2, -1] < row.shape[1] - 1 for row in rows):
+        padded["position_ids"] = batch[2]
+    return padded
+
+
+def slots(lengths: np.ndarray, joined: bool) -> int:
+    """The tokens of a micro-batch with rows of these lengths, padding included."""
+    if joined:
+        return max(1, int(lengths.sum()))
+    return max(1, len(lengths)) * int(lengths.max(initial=1))
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The global batch of one step."""
+
+    step: int
+    micro_batches: list[dict[str, Any]]  # What this rank computes on.
+    counts: dict[str, int]  # What all ranks together compute on.
+    source_targets: dict[str, int]  # The target tokens of each source of a mixture.
+
+
+def load_step(step: int, data: Dataset, stage: Stage, rank: int, joined: bool, device: torch.device) -> StepBatch:
+    rows = data.rows_at(stage.row_of(step), stage.plan.global_batch_size)
+    lengths, targets = data.sizes(rows)
+    micro_steps = stage.plan.split(lengths, joined)
+    own_rows = [rows[micro_step[rank]] for micro_step in micro_steps]
+    micro_batches = [collate(data.read_rows(own), device, joined) for own in own_rows]
+    source_targets = {}
+    if isinstance(data, Mixture):
+        source_targets = data.by_source(rows, targets)
+        for batch, own in zip(micro_batches, own_rows):
+            batch["source_ends"] = data.source_ends(own, joined)
+    # Every rank works out what the others process, so no count ever needs communication.
+    counts = {
+        "rows": len(rows),
+        "tokens": sum(slots(lengths[piece], joined) for piece in itertools.chain(*micro_steps)),
+        "real_tokens": int(lengths.sum()),
+        "target_tokens": int(targets.sum()),
+    }
+    return StepBatch(step, micro_batches, counts, source_targets=source_targets)
+
+
+class Batches:
+    """The batches of the coming steps, loaded while the device still computes the current one."""
+
+    AHEAD = 8  # Steps are loaded several at once. One by one, each would find the caches of the CPU cold.
+
+    def __init__(self, load: Callable[[int], StepBatch], first_step: int, last_step: int):
+        self.load = load
+        self.loaded = [load(first_step)]
+        self.next_step = first_step + 1
+        self.last_step = last_step
+
+    def take(self) -> StepBatch:
+        return self.loaded.pop(0)
+
+    def load_ahead(self) -> None:
+        """Load the next few steps, unless some are left."""
+        if self.loaded:
+            return
+        end = min(self.next_step + self.AHEAD, self.last_step + 1)
+        self.loaded = [self.load(step) for step in range(self.next_step, end)]
+        self.next_step = end
+
+
+def ends_from(source_ends: dict[str, int], start: int) -> dict[str, int]:
+    """Where the sources end in those of the tokens that are left from `start` on."""
+    return {source: max(0, end - start) for source, end in source_ends.items()}
+
+
+def ends_in(source_ends: dict[str, int], pieces: list[tuple[int, int]]) -> dict[str, int]:
+    """Where the sources end in pieces of the tokens, each with its begin and end, that follow one another."""
+    return {
+        source: sum(min(max(begin, source_end), end) - begin for begin, end in pieces)
+        for source, source_end in source_ends.items()
+    }

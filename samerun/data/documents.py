@@ -1,0 +1,147 @@
+"""Which columns of which types are documents, and which documents are held out."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+
+from samerun.config import Data, Source
+from samerun.data.order import shuffle
+from samerun.data.sources import load_source
+from samerun.errors import UserError, explained, require, say
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a data.format expects: which columns, of which type.
+
+    `columns` lists alternatives; the first whose columns are all there is taken. `arrow_type` is a regular expression
+    for the name of the type in Arrow, and `words` says the same to the user.
+    """
+
+    columns: list[list[str]]
+    arrow_type: str
+    words: str
+
+
+PAIR = ["prompt", "completion"]  # As TRL calls them. Only the completion is learned.
+
+
+# A message in Arrow: JSON, or a struct with the fields role and content, or from and value, in any order.
+MESSAGE = r"(extension<arrow\.json>|(?=.*\brole: ).*\bcontent: (?!timestamp)|(?=.*\bfrom: ).*\bvalue: (?!timestamp))"
+
+
+FORMATS = {
+    "text": Format([["text"], PAIR], r"(large_)?string", "text"),
+    "chat": Format(
+        [["messages"], ["conversations"], PAIR],
+        rf"(large_|fixed_size_)?list<\w+: {MESSAGE}",
+        "lists of role and content, or of from and value",
+    ),
+    "tokens": Format([["input_ids"]], r"(large_|fixed_size_)?list<\w+: u?int", "lists of integers (token ids)"),
+}
+
+
+# Columns beside input_ids in which other programs put 0 for a token, and what that means.
+MARKS = {
+    "attention_mask": "for padding; leave it out of the rows",
+    "assistant_masks": "for what is not to be learned; give the rows labels, with -100 there",
+    "completion_mask": "for what is not to be learned; give the rows labels, with -100 there",
+}
+
+
+def load_documents(source: Source, config: Data, note: Callable[[str], None] = say) -> datasets.Dataset:
+    """The columns that hold the documents, without the rows that are to be left out. `note` gets what to tell of it."""
+    documents = load_source(source)
+    if config.format == "tokens":
+        check_marks(documents)
+    columns = choose_columns(documents.column_names, config)
+    unread = [name for name in documents.column_names if name not in columns]
+    if unread:  # Among them may be one that somebody counts on, such as tools.
+        note(f"columns read: {', '.join(columns)}; not read: {', '.join(unread)}.")
+    documents = documents.select_columns(columns)
+    check_types(documents, config.format)
+    if config.format != "tokens":
+        check_encoding(documents)
+    elif "labels" in columns:
+        check_labels(documents)
+    documents = without_nulls(documents, config.drop_nulls, note)
+    require(len(documents), "data: there are no documents")
+    return documents
+
+
+def check_marks(documents: datasets.Dataset) -> None:
+    """Raises UserError if a column that is not read marks tokens that are not to be learned."""
+    marks = ["attention_mask"] if "labels" in documents.column_names else MARKS
+    for name in set(marks) & set(documents.column_names):
+        values = documents.data.column(name)
+        if re.match(rf"{FORMATS['tokens'].arrow_type}|.*list<\w+: bool", str(values.type)):
+            lowest = pc.min(pc.list_flatten(values)).as_py()
+            require(lowest != 0, f"data: {name!r} has 0 {MARKS[name]}")
+
+
+def choose_columns(found: list[str], config: Data) -> list[str]:
+    """data.column, or those of the format; for tokens also their labels, if there are any."""
+    choices = [[config.column]] if config.column else FORMATS[config.format].columns
+    for names in choices:
+        if set(names) <= set(found):
+            has_labels = config.format == "tokens" and "labels" in found
+            return [*names, "labels"] if has_labels else names
+    known = ", nor ".join(" and ".join(map(repr, names)) for names in choices)
+    raise UserError(f"data.column: no column {known}; the data has {', '.join(found)}")
+
+
+def check_types(documents: datasets.Dataset, format: str) -> None:
+    for name, values in zip(documents.column_names, documents.data.columns):
+        of_type = re.match(FORMATS[format].arrow_type, str(values.type))
+        others = [other for other, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
+        advice = f"; that is data.format {others[0]}" if others else ""
+        if "timestamp" in str(values.type):
+            advice = "; datasets takes texts of a .jsonl that are all dates for times: save them as .parquet"
+        require(of_type, f"data.column: {name!r} holds {values.type}, not {FORMATS[format].words}{advice}")
+        whole = format != "tokens" or pc.list_flatten(values).null_count == 0
+        require(whole, f"data.column: {name!r} holds null among the tokens of a row")
+
+
+def check_encoding(documents: datasets.Dataset) -> None:
+    """Raises UserError for a text that is not UTF-8, which datasets takes from a .jsonl as it is."""
+    for name, values in zip(documents.column_names, documents.data.columns):
+        first = 0
+        for part in values.chunks:
+            with explained(f"data.column: {name!r}, in the part from row {first} on, counted from 0"):
+                part.validate(full=True)
+            first += len(part)
+
+
+def check_labels(documents: datasets.Dataset) -> None:
+    """Raises UserError unless each token has a label."""
+    lengths = [pc.list_value_length(values) for values in documents.data.columns]
+    differ = pc.fill_null(pc.not_equal(*lengths), False).to_numpy()
+    require(not differ.any(), f"data: input_ids and labels differ in length in row {differ.argmax()}, counted from 0")
+
+
+def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str], None]) -> datasets.Dataset:
+    """The documents that are not null, such as an empty cell of a .csv. Raises UserError unless they are to go."""
+    columns = documents.data.columns
+    if not any(values.null_count for values in columns):
+        return documents
+    is_null = np.any([pc.is_null(values) for values in columns], axis=0)
+    found = f"{is_null.sum():,} of {len(documents):,} rows are null in {' or '.join(map(repr, documents.column_names))}"
+    first = f"the first is row {is_null.argmax()}, counted from 0"
+    require(drop, f"data.column: {found}; {first}. To leave them out: data.drop_nulls: true")
+    note(f"{found}, and left out.")
+    return documents.select(np.flatnonzero(~is_null))
+
+
+def hold_out(documents: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The documents to train on, and a random share of them to evaluate on."""
+    size = math.ceil(fraction * len(documents))
+    some_left = size < len(documents)
+    require(some_left, f"data.eval_fraction: {fraction} of {len(documents)} documents are all; use data.eval_source")
+    held_out = shuffle(np.arange(size), len(documents), seed)
+    kept = np.delete(np.arange(len(documents)), held_out)
+    return documents.select(kept), documents.select(held_out)

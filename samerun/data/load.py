@@ -1,0 +1,81 @@
+"""All sources of a run, prepared by one process per cache."""
+
+import os
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import datasets
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+
+from samerun.config import Data, Source, eval_setting, evaluation_title, rows_per_block
+from samerun.data.index import load_rows
+from samerun.data.rows import Dataset, Mixture
+from samerun.data.sources import say_what_is_shared
+from samerun.errors import explained, require, say, within
+
+
+def load_training_rows(config: Data, tokenizer, made_by: str, seed: int, held_out: bool = False) -> Dataset:
+    """The rows of all sources, or of the share of them that is held out."""
+    if not config.sources:
+        return load_rows(config, config, tokenizer, made_by, seed, held_out)
+    loaded = {}
+    for name, source in config.sources.items():
+        own = {field: getattr(source, field) for field in Source.model_fields}
+        own |= {"format": source.format or config.format, "column": source.column or config.column}
+        with within(f"data.sources.{name}"):
+            loaded[name] = load_rows(source, config.model_copy(update=own), tokenizer, made_by, seed, held_out)
+    return Mixture(loaded, rows_per_block(config.sources), seed)
+
+
+def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
+    """The rows to train on, and those of each evaluation by its name. The only evaluation has the name ""."""
+    made_by = datasets.fingerprint.Hasher.hash(tokenizer)  # Before its first use, which may change it.
+    train, held_out = load_training_rows(config, tokenizer, made_by, seed), {}
+    for name, source in config.eval_sources.items():
+        with within(eval_setting(name)):
+            for trained_on in (config.sources or {"": config}).values():
+                say_what_is_shared(trained_on, source)
+            held_out[name] = load_rows(source, config, tokenizer, made_by, seed)
+    if config.eval_fraction:
+        held_out[""] = load_training_rows(config, tokenizer, made_by, seed, held_out=True)
+    for note in train.index["notes"]:
+        say(f"Data: {note}")
+    for name, data in held_out.items():
+        for note in data.index["notes"]:
+            if note not in train.index["notes"]:
+                say(f"{evaluation_title(name)}: {note}")
+    return train, held_out
+
+
+def data_lock() -> FileLock:
+    """For one process at a time that looks for data in the cache, or puts them there."""
+    cache = str(datasets.config.HF_DATASETS_CACHE)
+    with explained(f"the cache of data sets, {cache}, cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"):
+        os.makedirs(cache, exist_ok=True)
+        require(os.access(cache, os.W_OK), "it is read-only")
+        lock = Path(cache, "train.lock")
+        require(not lock.exists() or os.access(lock, os.W_OK), f"{lock} is another user's")
+    return FileLock(lock, mode=0o666)  # For all users who may write into the cache.
+
+
+def take_at_once(lock: FileLock) -> ExitStack:
+    """Take a lock if nobody has it, and otherwise say so. Returns what gives it back."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            say("Another launch prepares data in the same cache. Waiting until it has done that.")
+        return held.pop_all()
+
+
+@contextmanager
+def turn_to_load_data(accelerator: Accelerator):
+    """One process per cache tokenizes. The others wait for the lock, outside any collective, and find the result."""
+    with ExitStack() as turn:
+        lock = data_lock()
+        if accelerator.is_main_process:  # It goes first, because it alone can tell how far it is.
+            turn.enter_context(take_at_once(lock))
+        accelerator.wait_for_everyone()
+        turn.enter_context(lock)
+        yield

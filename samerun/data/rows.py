@@ -1,0 +1,220 @@
+"""Rows on disk as an endless shuffled stream; mixtures of several."""
+
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from samerun.config import Data
+from samerun.data.order import shuffle
+from samerun.errors import require
+
+
+class Dataset:
+    """Rows of tokens, and the endless stream of shuffled epochs over them.
+
+    The tokens of all documents, one after the other, are a stream. Documents and rows cut it into pieces: piece p is
+    the tokens edges[p] to edges[p + 1] - 1, and row r the pieces first[r] to first[r + 1] - 1. These numbers, and the
+    tokens, lie in files that are mapped into memory. So a start is as quick with large data as with small.
+    """
+
+    def __init__(self, folder: Path, index: dict[str, Any], seed: int):
+        """Open what write_index() has left in the folder."""
+
+        def mapped(name: str) -> np.ndarray:
+            return np.asarray(np.memmap(folder / name, np.int64, "r"))  # A plain array is quicker than a memmap.
+
+        self.index = index
+        self.seed = seed
+        self.tokens = index["tokens"]
+        self.edges = mapped("edges.bin")
+        self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one piece.
+        self.targets = mapped("targets.bin") if "targets.bin" in index["sizes"] else None  # Before each row.
+        self.chunks = mapped("chunks.bin").reshape(2 + len(index["types"]), -1)
+        self.types = [np.dtype(name) for name in index["types"]]
+        # Unlike numpy, pyarrow keeps no file open for this: there may be more of them than a process may open.
+        self.files = [np.frombuffer(pa.memory_map(file).read_buffer(), np.uint8) for file, _ in index["token_files"]]
+
+    def __len__(self) -> int:
+        return self.index["rows"]
+
+    def rows_at(self, start: int, count: int) -> np.ndarray:
+        """The numbers of the rows at positions start to start + count - 1 of the shuffled stream."""
+        return shuffle(np.arange(start, start + count), len(self), self.seed)
+
+    def first_piece(self, row: int | np.ndarray) -> int | np.ndarray:
+        return row if self.first is None else self.first[row]
+
+    def read(self, row: int) -> np.ndarray:
+        """int64 [3, tokens]: input ids, targets (the token that follows, or -100) and positions in the piece."""
+        edges = self.edges[self.first_piece(row) : self.first_piece(row + 1) + 1].tolist()
+        start, end = edges[0], edges[-1]
+        tokens = np.empty((3, end - start), np.int64)
+        tokens[0] = self.read_column(0, start, end)
+        tokens[1, :-1] = self.read_column(1, start + 1, end) if self.targets is not None else tokens[0, 1:]
+        for begin, end in itertools.pairwise(edge - start for edge in edges):
+            tokens[1, end - 1] = -100  # What follows the last token of a piece is of another document.
+            tokens[2, begin:end] = np.arange(end - begin)
+        return tokens
+
+    def read_column(self, column: int, start: int, end: int) -> np.ndarray:
+        """Input ids (column 0) or labels (column 1) of the tokens start to end - 1, which may lie in several chunks."""
+        kind, parts = self.types[column], []
+        chunk = np.searchsorted(self.chunks[0], start, side="right") - 1
+        while start < end:
+            first, file, *places = self.chunks[:, chunk].tolist()
+            stop = min(end, int(self.chunks[0, chunk + 1]))
+            begin = places[column] + (start - first) * kind.itemsize
+            parts.append(self.files[file][begin : begin + (stop - start) * kind.itemsize].view(kind))
+            start, chunk = stop, chunk + 1
+        return np.concatenate(parts) if parts else np.empty(0, kind)
+
+    def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, target tokens) of each row. The first token of a piece is no target: nothing comes before it."""
+        first, end = self.first_piece(rows), self.first_piece(rows + 1)
+        lengths = self.edges[end] - self.edges[first]
+        if self.targets is None:
+            return lengths, lengths - (end - first)
+        return lengths, self.targets[rows + 1] - self.targets[rows]
+
+    def read_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The rows of a micro-batch. A rank without rows gets a token without target: it must take part in the pass."""
+        if len(rows):
+            return [self.read(row) for row in rows]
+        token = self.read(0)[:, :1]  # A real one, because the embedding of some others is 0, by which norms divide.
+        token[1] = -100
+        return [token]
+
+    def attention_length(self) -> float:
+        """The length of the piece that a token is in, on average over all tokens."""
+        return self.index["tokens_seen"] / self.index["tokens"]
+
+    def fingerprint(self) -> int:
+        """A checksum of the rows and of the order in which they are shuffled."""
+        return self.index["fingerprint"]
+
+
+class Mixture(Dataset):
+    """Rows of several sources in the ratio of their weights, as one endless stream.
+
+    It is a sequence of blocks. In each, every source has the same number of rows, in an order that differs from block
+    to block. Each source goes through shuffled epochs of its own, and its rows follow one another as if it were alone.
+    The rows of all sources are numbered one source after the other.
+    """
+
+    def __init__(self, sources: dict[str, Dataset], counts: list[int], seed: int):
+        self.sources = sources
+        self.counts = counts
+        self.source_of_slot = np.repeat(np.arange(len(counts)), counts)
+        self.offsets = np.append(0, np.cumsum([len(data) for data in sources.values()]))
+        self.seed = (seed + 1) % 2**32  # Otherwise a source as large as a block would be in the order of the block.
+        parts = [data.index for data in sources.values()]
+        self.index = {name: min(part[name] for part in parts) for name in ("lowest_id", "lowest_label")}
+        self.index["highest"] = max(part["highest"] for part in parts)
+        self.index["notes"] = [f"{name}: {note}" for name, data in sources.items() for note in data.index["notes"]]
+        for name in ("tokens", "tokens_seen"):  # As often as the stream has them, in as many rows as there are.
+            per_block = sum(count * part[name] / part["rows"] for count, part in zip(counts, parts))
+            self.index[name] = per_block / sum(counts) * len(self)
+        self.tokens = self.index["tokens"]
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def rows_at(self, start: int, count: int) -> np.ndarray:
+        """The numbers of the rows at positions start to start + count - 1 of the stream."""
+        block = len(self.source_of_slot)
+        first = start // block
+        positions = np.arange(first * block, math.ceil((start + count) / block) * block)  # Of whole blocks.
+        owners = self.source_of_slot[shuffle(positions, block, self.seed)]
+        rows = np.empty(len(positions), np.int64)
+        for number, data in enumerate(self.sources.values()):
+            own = owners == number
+            rows[own] = self.offsets[number] + data.rows_at(first * self.counts[number], own.sum())
+        return rows[start - first * block :][:count]
+
+    def read(self, row: int) -> np.ndarray:
+        """As Dataset.read()."""
+        number = np.searchsorted(self.offsets, row, side="right") - 1
+        return list(self.sources.values())[number].read(row - self.offsets[number])
+
+    def owners_of(self, rows: np.ndarray) -> np.ndarray:
+        """The number of the source of each row."""
+        return np.searchsorted(self.offsets, rows, side="right") - 1
+
+    def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As Dataset.sizes()."""
+        lengths, targets = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        owners = self.owners_of(rows)
+        for number, data in enumerate(self.sources.values()):
+            own = owners == number
+            lengths[own], targets[own] = data.sizes(rows[own] - self.offsets[number])
+        return lengths, targets
+
+    def read_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """As Dataset.read_rows(), but the rows of one source after those of another."""
+        return super().read_rows(rows[np.argsort(self.owners_of(rows), kind="stable")])
+
+    def source_ends(self, rows: np.ndarray, joined: bool) -> dict[str, int]:
+        """How many tokens of a micro-batch of read_rows() come before the end of each source, padding included."""
+        lengths, _ = self.sizes(rows)
+        if not joined:
+            lengths[:] = lengths.max(initial=0)
+        return dict(zip(self.sources, itertools.accumulate(self.by_source(rows, lengths).values())))
+
+    def by_source(self, rows: np.ndarray, counts: np.ndarray) -> dict[str, int]:
+        """The sum of the counts of rows, for each source."""
+        sums = np.bincount(self.owners_of(rows), counts, len(self.sources))
+        return dict(zip(self.sources, sums.astype(int).tolist()))
+
+    def fingerprint(self) -> int:
+        """A checksum of the rows of all sources. The weights are in the config."""
+        return zlib.crc32(json.dumps([data.fingerprint() for data in self.sources.values()]).encode())
+
+    def times_seen(self, rows: int) -> dict[str, float]:
+        """How often each source is seen in so many rows."""
+        block = len(self.source_of_slot)
+        return {
+            name: rows * count / block / len(data) for (name, data), count in zip(self.sources.items(), self.counts)
+        }
+
+
+def all_sizes(data: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Dataset.sizes() of all rows, a million at a time."""
+    for start in range(0, len(data), 2**20):
+        yield data.sizes(np.arange(start, min(start + 2**20, len(data))))
+
+
+def checksum_of_rows(data: Dataset) -> int:
+    """Of all lengths, of some rows, and of the order in which they are shuffled."""
+    sample = shuffle(np.arange(100), len(data), seed=0)
+    checksum = zlib.crc32(sample)
+    for lengths, _ in all_sizes(data):
+        checksum = zlib.crc32(lengths.astype(np.int32), checksum)
+    for row in sample:
+        checksum = zlib.crc32(data.read(row).tobytes(), checksum)
+    return checksum
+
+
+def check_token_ids(data: Dataset, vocab_size: int, name: str) -> None:
+    """Raises UserError for ids outside the vocabulary, for which a GPU would fail without an explanation."""
+    advice = "a vocabulary begins at 0, and what is not to be learned gets -100 in labels"
+    for column, lowest in ("input_ids", data.index["lowest_id"]), ("labels", data.index["lowest_label"]):
+        require(lowest >= 0, f"data: {name} has {lowest} among its {column}; {advice}")
+    known = f"the model's vocabulary is 0 to {vocab_size - 1}; data.tokenizer must be the model's"
+    highest = data.index["highest"]
+    require(highest < vocab_size, f"data: {name} has the token id {highest}, {known}")
+
+
+def longest_row(config: Data, joined: bool) -> np.ndarray:
+    """A full row that takes the most memory. A single document does, unless documents are kept apart by a mask."""
+    needs_mask = config.packing != "none" and not joined
+    document = config.sequence_length // 2 if needs_mask else config.sequence_length
+    row = np.zeros((3, config.sequence_length), int)
+    row[2] = np.arange(config.sequence_length) % document
+    return row

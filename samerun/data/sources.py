@@ -1,0 +1,218 @@
+"""Which files a source names, how `datasets` opens them, and what identifies them."""
+
+import bisect
+import fnmatch
+import glob
+import itertools
+import json
+import os
+import re
+import sysconfig
+import urllib.parse
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+
+from samerun.config import Source
+from samerun.errors import explained, require, say
+from samerun.files import real_path, stamp
+
+
+def list_files(patterns: list[str]) -> list[str]:
+    """The files that the patterns name, each of them once, without those of !patterns."""
+    patterns = [full_pattern(pattern) for pattern in patterns]
+    included = [pattern for pattern in patterns if not pattern.startswith("!")]
+    require(included or not patterns, f"data.files: {patterns} only leave out; name what to take, too")
+    found = {}  # As an ordered set.
+    for pattern in included:
+        files = matching_files(pattern)
+        require(files, f"data.files: nothing matches {pattern!r} in {os.getcwd()}")
+        found |= dict.fromkeys(files)
+    kept = list(found)
+    for pattern in patterns:
+        if pattern.startswith("!"):
+            is_named = name_matcher(pattern[1:])
+            # A pattern that begins with an asterisk is meant for any folder. Any other that names nothing is a mistake.
+            is_right = pattern.startswith("!*") or any(map(is_named, found))
+            require(is_right, f"data.files: {pattern!r} leaves nothing out, seen from {os.getcwd()}")
+            kept = [file for file in kept if not is_named(file)]
+    require(kept or not patterns, f"data.files: {patterns} leave out all that they name")
+    return list({real_path(file): file for file in kept}.values())
+
+
+def full_pattern(pattern: str) -> str:
+    """The pattern with the folders that ~ and {stdlib} stand for."""
+    if pattern.startswith("!"):
+        return f"!{full_pattern(pattern[1:])}"
+    return os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
+
+
+def matching_files(pattern: str) -> list[str]:
+    """The files that a pattern names: a URL, a file, a glob, or a folder, which stands for all files in it."""
+    if "://" in pattern:
+        return [pattern]
+    if os.path.isfile(pattern):
+        return [pattern]
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**")
+    return sorted(file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file))
+
+
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """Tells whether a !pattern names a file or a folder that it is in. An asterisk may stand for several folders."""
+    if os.path.exists(pattern):
+        pattern = glob.escape(pattern)
+    absolute = not pattern.startswith("*")
+    if absolute:
+        pattern = os.path.join(glob.escape(os.getcwd()), pattern)
+    pattern = os.path.normpath(pattern)
+    first, *others = pattern.split("**/")
+    choices = itertools.product(("**/", ""), repeat=len(others))  # Each ** also stands for no folder at all.
+    forms = [first + "".join(map("".join, zip(choice, others))) for choice in choices]
+    regex = re.compile("|".join(fnmatch.translate(end) for form in forms for end in (form, f"{form}/*")))
+    return lambda file: regex.match(os.path.abspath(file) if absolute else os.path.normpath(file)) is not None
+
+
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+ARCHIVES = {".zip", ".tar", ".tgz"}
+
+
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", *ARCHIVES}  # datasets unpacks them.
+
+
+def data_suffix(file: str) -> str:
+    """The suffix that tells the format: .jsonl for a.JSONL.gz and for https://host/a.jsonl?download=true."""
+    path = urllib.parse.urlsplit(file).path if "://" in file else file
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    packed = []
+    while suffixes and suffixes[-1] in COMPRESSED:
+        packed.append(suffixes.pop())
+    suffix = suffixes[-1] if suffixes else ""
+    is_told = ARCHIVES.isdisjoint(packed) or suffix in (".txt", *BUILDERS)
+    require(is_told, f"data.files: {file}: unpack it, or name it by what is in it, such as .jsonl.zip or .txt.zip")
+    return suffix
+
+
+def load_source(source: Source) -> datasets.Dataset:
+    if source.files:
+        return load_files(list_files(source.files))
+    with explained(f"data: cannot load {source.path}", source.path):
+        if saved_state(source):
+            return datasets.load_from_disk(source.path)
+        return datasets.load_dataset(source.path, source.name, split=source.split)
+
+
+def identity_of(source: Source) -> list[str]:
+    """What changes when the data does. Unlike load_source(), this opens no data, and so is always quick."""
+    if source.files:
+        files = list_files(source.files)
+        try:
+            return [describe_files(builder_of(files), files).cache_dir]
+        except Exception:
+            load_files(files)  # Raises what is wrong, with the name of the file.
+            raise
+    with explained(f"data: cannot load {source.path}", source.path):
+        state = saved_state(source)
+        if state:
+            files = [os.path.join(source.path, file["filename"]) for file in state["_data_files"]]
+            return [json.dumps([state, {os.path.realpath(file): stamp(file) for file in files}])]
+        # datasets names this folder by the files of the data set, and by their times or their revision.
+        return [datasets.load_dataset_builder(source.path, source.name).cache_dir, source.split]
+
+
+def saved_state(source: Source) -> dict[str, Any] | None:
+    """What save_to_disk has noted in its folder. None if the path is something else."""
+    require(not os.path.isfile(source.path), "it is a file; name it in the list `files`, in place of `path`")
+    file = Path(source.path, "state.json")
+    if not file.is_file():
+        return None
+    is_whole = source.name is None and source.split == "train"
+    require(is_whole, "a folder of save_to_disk holds a single data set; leave out name and split")
+    return json.loads(file.read_text())
+
+
+def builder_of(files: list[str]) -> str:
+    """The builder of datasets that reads these files."""
+    builders = {BUILDERS.get(data_suffix(file), "text"): data_suffix(file) for file in files}
+    kinds = " and ".join(suffix or "text" for suffix in builders.values())
+    require(len(builders) == 1, f"data.files: {kinds} files do not mix; choose by a pattern")
+    [builder] = builders
+    return builder
+
+
+def load_files(files: list[str]) -> datasets.Dataset:
+    builder = builder_of(files)
+    for file in files:
+        is_plain = "://" in file or "::" not in file
+        require(is_plain, f"data.files: {file}: datasets takes '::' for the name of an archive's part; rename the file")
+    if len(files) > 1:
+        with suppress(Exception):
+            return read_files(builder, files)
+        bad = first_bad_file(builder, files)
+        for file in (bad, files[0]):
+            load_files([file])  # Alone, a file gives a clearer error, and then this raises.
+        files = [files[0], bad]
+    with explained(f"data: cannot load {' together with '.join(files)}"):
+        require(any("://" in file or os.path.getsize(file) for file in files), "it is empty")
+        return read_files(builder, files)
+
+
+# By default, datasets makes a document per line and keeps the mark by which Windows begins a file. In a .csv it takes
+# words such as None and NA for empty cells, and if rows have a cell more than the header, it shifts the columns.
+READING = {
+    "text": {"sample_by": "document", "encoding": "utf-8-sig"},
+    "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
+}
+
+
+def read_files(builder: str, files: list[str]) -> datasets.Dataset:
+    described = describe_files(builder, files)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # It would drop cells that have no column.
+        described.download_and_prepare()
+    require(described.info.splits["train"].num_examples, "it has no rows")
+    return described.as_dataset("train")
+
+
+def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
+    # datasets reads each name as a pattern. Escaped, a[1].txt is that file and nothing else.
+    names = [file if "://" in file else glob.escape(file) for file in files]
+    return datasets.load_dataset_builder(builder, data_files=names, **READING.get(builder, {}))
+
+
+def first_bad_file(builder: str, files: list[str]) -> str:
+    """The first file, after the very first, that cannot be loaded together with those before it."""
+
+    def fails(count: int) -> bool:
+        try:
+            read_files(builder, files[:count])
+        except Exception:
+            return True
+        return False
+
+    return files[1 + bisect.bisect_left(range(2, len(files)), True, key=fails)]
+
+
+def say_what_is_shared(train: Source, held_out: Source) -> None:
+    """Someone who evaluates on what is trained on should know it."""
+    trained_on, evaluated_on = ({real_path(file) for file in list_files(part.files)} for part in (train, held_out))
+    shared = sorted(trained_on & evaluated_on)
+    if all(getattr(train, name) == getattr(held_out, name) for name in ("path", "name", "split")) and train.path:
+        shared = [f"{train.path}, split {train.split}"]
+    if shared:
+        more = f" and {len(shared) - 1:,} more files" if len(shared) > 1 else ""
+        say(f"The evaluation is on data that is trained on: {shared[0]}{more}.")

@@ -1,0 +1,48 @@
+"""What must happen before torch is imported: environment variables that libraries read, and the end of orphans."""
+
+import ctypes
+import functools
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+if hasattr(os, "sched_getaffinity"):
+    CORES = len(os.sched_getaffinity(0))
+else:  # macOS
+    CORES = os.cpu_count()
+
+PR_SET_PDEATHSIG = 1  # Of prctl() in Linux.
+
+
+def begin() -> float:
+    """Call it before the libraries are imported. Returns the time of the call, by time.perf_counter()."""
+    started = time.perf_counter()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["DATASETS_VERBOSITY"] = "critical"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # OpenMP's threads spin while they wait for each other. Beside another busy program that would cost most of the
+    # speed, so they spin for a tenth of a millisecond only. torch's OpenMP on Linux reads this when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if sys.platform == "linux":
+        end_with_launcher()
+    return started
+
+
+def end_with_launcher() -> None:
+    """Ask Linux for a SIGTERM when the parent of this process dies.
+
+    Otherwise the ranks of a dead launcher live on, and so do the tokenizing workers of a dead rank. A fork does not
+    inherit the request and makes its own.
+    """
+    end_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.register_at_fork(after_in_child=end_with_parent)
+    # Only for a launcher. What `nohup python train.py &` starts outlives its shell.
+    parent = b""
+    with suppress(OSError):
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    if "TORCHELASTIC_RUN_ID" in os.environ or re.search(rb"(^|/)accelerate(-launch)?\0|accelerate\.commands", parent):
+        end_with_parent()

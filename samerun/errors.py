@@ -1,0 +1,74 @@
+"""A mistake of the user ends in one message; say() prints on the main process."""
+
+import os
+import sys
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import datasets
+import torch.distributed.checkpoint as dcp
+from tqdm.auto import tqdm
+
+
+class UserError(ValueError):
+    """A mistake in the config, the data, a checkpoint or the launch. It ends in one message and exit status 2."""
+
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@contextmanager
+def explained(what: str, name: str | None = None):
+    """Turn any error of a library about something that the user named into one UserError."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:
+        cause = original(error)
+        hint = ""
+        if name and not os.path.exists(name):
+            hint = "; check the name, `hf auth login` if it is private or gated, or give a local folder without network"
+        raise UserError(f"{what}: {reason(cause)[:9000]}{hint}") from error
+
+
+def original(error: BaseException) -> BaseException:
+    """The error that torch's checkpoints or datasets have wrapped into one of theirs."""
+    if isinstance(error, dcp.CheckpointException):
+        failure, _ = next(iter(error.failures.values()))
+        return failure
+    if isinstance(error, datasets.exceptions.DatasetsError) and error.__cause__:
+        return error.__cause__
+    return error
+
+
+@contextmanager
+def within(setting: str):
+    """Begin a UserError with the setting that it comes from, where the same may be said about several."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def reason(error: BaseException) -> str:
+    """The message of an error, with its class, because the messages of some libraries say little alone."""
+    return one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+
+
+def is_main_process() -> bool:
+    """Unlike the Accelerator's, this answer exists from the start."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """On the main process, without tearing the progress bar."""
+    if is_main_process():
+        # A stream may not know all characters of a sample, or nobody reads it any more. That must not end the run.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with suppress(OSError):
+            tqdm.write(text.encode(encoding, "replace").decode(encoding))

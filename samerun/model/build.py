@@ -1,0 +1,167 @@
+"""From a config to a model: weights, LoRA, torch.compile, FLOPs."""
+
+import copy
+import difflib
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from samerun.config import Config, Model
+from samerun.errors import UserError, explained, require
+from samerun.model.attention import DOCUMENTS, document_attention
+
+
+def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
+    """The transformers config of the model. Raises UserError for one that does not exist or does not fit the data."""
+    name, architecture = config.model.pretrained, config.model.architecture or {}
+    length = config.data.sequence_length
+    with explained(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
+        if name:
+            is_adapter = transformers.utils.find_adapter_config_file(name) is not None
+            require(not is_adapter, "it is a LoRA adapter; merge it into its model, or continue it by run.init_from")
+            remote = config.model.trust_remote_code
+            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote)
+        else:
+            defaults = {"vocab_size": vocab_size, "max_position_embeddings": length}
+            own_names = transformers.AutoConfig.for_model(**architecture).attribute_map  # GPT-2 says n_positions.
+            defaults = {name: value for name, value in defaults.items() if own_names.get(name) not in architecture}
+            found = transformers.AutoConfig.for_model(**{**defaults, **architecture})
+
+    known = type(found)().to_dict()
+    unknown = [key for key in architecture if key in found.to_dict() and key not in known]
+    with explained(f"model.architecture: cannot build {architecture}"):
+        unknown = [key for key in unknown if not shapes_weights(key, found)]
+    if unknown:
+        near = difflib.get_close_matches(min(unknown), known, cutoff=0.4)
+        raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}; near are {near}")
+    positions = getattr(found, "max_position_embeddings", None) or length
+    require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
+    return found
+
+
+def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
+    """Whether another value of this setting makes other weights. Some models read one that their config class does not
+    declare, as those of Qwen3-MoE do with head_dim."""
+    value = getattr(found, setting)
+    if type(value) not in (int, bool):
+        return False
+    changed = copy.deepcopy(found)
+    setattr(changed, setting, not value if type(value) is bool else 2 * value)
+    shapes = []
+    for one in found, changed:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(one)
+        shapes.append([weight.shape for weight in model.parameters()])
+    return shapes[0] != shapes[1]
+
+
+def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+    """The model on the CPU, from its seed or from its files, so that it is the same on every rank."""
+    torch.manual_seed(seed)
+    with explained(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
+        model = load_weights(config, found)
+        extend_embeddings(config, model, vocab_size)
+        if config.attention == "sdpa" and model._supports_attention_backend and has_known_layers(model):
+            transformers.AttentionInterface.register(DOCUMENTS, document_attention)
+            model.set_attn_implementation(DOCUMENTS)
+        if config.lora is not None:
+            model = add_lora(model, config.lora)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def extend_embeddings(config: Model, model: torch.nn.Module, vocab_size: int) -> None:
+    """Give the model a row for each token, which a pretrained one may lack."""
+    size = model.get_input_embeddings().num_embeddings
+    if vocab_size > size:
+        advice = f"is less than the {vocab_size} of the tokenizer; leave it out to have as many"
+        require("vocab_size" not in (config.architecture or {}), f"its vocab_size {size} {advice}")
+        model.resize_token_embeddings(vocab_size)
+
+
+def load_weights(config: Model, found: transformers.PreTrainedConfig) -> torch.nn.Module:
+    options = {
+        "dtype": getattr(torch, config.dtype),
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if not config.pretrained:
+        return transformers.AutoModelForCausalLM.from_config(found, **options)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        config.pretrained, config=found, output_loading_info=True, **options
+    )
+    require(not report["missing_keys"], f"its files lack {', '.join(sorted(report['missing_keys']))}")
+    return model
+
+
+def download_weights(config: Model, found: transformers.PreTrainedConfig) -> None:
+    """Let the cache have all files of a pretrained model. Its weights get no memory: they are on no device."""
+    with explained(f"model.pretrained: cannot load {config.pretrained}", config.pretrained):
+        remote = config.trust_remote_code
+        transformers.AutoModelForCausalLM.from_pretrained(
+            config.pretrained, config=found, device_map="meta", attn_implementation="eager", trust_remote_code=remote
+        )
+
+
+def vocabulary_size(model: torch.nn.Module) -> int:
+    return len(model.get_input_embeddings().weight)  # LoRA may have wrapped the layer, which then only has its weight.
+
+
+def has_known_layers(model: transformers.PreTrainedModel) -> bool:
+    """Whether every layer attends to all earlier tokens, or to those of a sliding window, as far as one can know.
+
+    The code that comes with a model may have other limits, which a short try would not show.
+    """
+    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    chooses = getattr(model.config, "index_topk", None) is not None  # Which tokens it attends to.
+    is_known = type(model).__module__.startswith("transformers.")
+    return is_known and layers <= {"full_attention", "sliding_attention"} and not chooses
+
+
+def add_lora(model: torch.nn.Module, lora: dict[str, Any]) -> torch.nn.Module:
+    import peft  # Not at the top of the file, because it takes long.
+
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+
+
+def compile_model(bare: torch.nn.Module, config: Model, packing: str) -> None:
+    """Have torch compile the model at its first pass, in place, so that the names of the weights stay as they are."""
+    # Rows of any length get code for all lengths at once. Otherwise the second length would be compiled anew.
+    dynamic = None if packing == "concat" else True
+    if config.compile == "full":
+        whole = bare.get_decoder() if config.chunked_loss else bare
+        whole.compile(dynamic=dynamic)
+    if config.compile == "regional":
+        for module in bare.modules():
+            if type(module).__name__ in (bare._no_split_modules or []):
+                module.compile(dynamic=dynamic)
+
+
+def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
+    """The FLOPs of the matrix products, forward and backward, per token of a document of this length.
+
+    torch counts them on a model without storage, with eager attention because it does not see into fused kernels. For
+    a Llama they are 6 N + 12 L H Q T, as in appendix B of PaLM (arXiv:2204.02311).
+    """
+    works_without_storage = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **works_without_storage)
+        if lora is not None:
+            model = add_lora(model, lora)
+    counter = FlopCounterMode(display=False)
+    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}"), fake, counter:
+        model.to_empty(device="cpu")
+        ids = torch.ones(1, length, dtype=torch.long)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops() / length
+
+
+def number_of_experts(text: transformers.PreTrainedConfig) -> tuple[str, int] | None:
+    """In a layer: what this family calls it, and how many there are. None where there are none, or none are known."""
+    for name in "num_local_experts", "num_experts", "n_routed_experts":
+        if getattr(text, name, None):
+            return name, getattr(text, name)

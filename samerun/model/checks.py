@@ -1,0 +1,176 @@
+"""Whether a token sees what it must not, and whether packing or chunks change the loss."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from samerun.config import Config
+from samerun.data.batches import collate
+from samerun.errors import explained, require, say
+from samerun.model.attention import DOCUMENTS, attention
+from samerun.model.build import vocabulary_size
+from samerun.model.loss import joins_documents, model_inputs
+from samerun.plan import Stage
+
+
+def check_model(bare: torch.nn.Module, config: Config, accelerator: Accelerator, loss_of: Callable) -> None:
+    """Raises UserError if a token sees what it must not, or if packing or chunks change the loss.
+
+    The main process tries it out, and settles on the attention for all ranks.
+    """
+    can_be_tried = bare.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)  # Others need a GPU.
+    if accelerator.is_main_process and can_be_tried:
+        settle_attention(bare, config.data.packing, loss_of)
+        check_loss(bare, config.data.packing, config.model.chunked_loss, loss_of)
+    attention = [bare.config._attn_implementation]
+    broadcast_object_list(attention)
+    if attention[0] != bare.config._attn_implementation:
+        bare.set_attn_implementation(attention[0])
+    if config.model.attention == "sdpa" and not joins_documents(bare):
+        say(f"Rows are padded, because a {bare.config.model_type} does not keep documents apart in a single row.")
+
+
+def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
+    """A row [3, 8] as of Dataset.read(): two documents of 4 tokens, or one of 8."""
+    ids = (vocab_size // 2 + np.arange(8)) % vocab_size  # At its ends are special tokens, whose embedding may be 0.
+    targets = np.append(ids[1:], -100)
+    positions = np.arange(8)
+    if packed:
+        targets[3] = -100
+        positions %= 4
+    return np.stack((ids, targets, positions))
+
+
+def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]:
+    """The tokens of a row that the logits of one token depend on, by their gradient with respect to the embeddings.
+
+    It is exactly 0 where nothing flows. The logits themselves would not tell, because what an untrained model leaks may
+    be less than rounding.
+    """
+    embedded = []
+
+    def keep(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # Some models change it in place.
+
+    tables = [module for module in bare.modules() if isinstance(module, torch.nn.Embedding)]
+    hooks = [table.register_forward_hook(keep) for table in tables]
+    batch = collate([row], bare.device, joins_documents(bare))
+    try:
+        logits = bare.eval()(**model_inputs(bare, batch)).logits[0, token]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # The gradients of a plain sum may cancel out.
+    weights = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
+    seen = torch.zeros(row.shape[1], dtype=torch.bool, device=logits.device)
+    for gradient in torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True):
+        if gradient is not None:
+            finite = gradient.isfinite().all()
+            require(finite, f"model: the gradients of this {bare.config.model_type} are not finite before any step")
+            seen |= (gradient.reshape(-1, row.shape[1], gradient.shape[-1]) != 0).any(2).any(0)
+    return seen.nonzero().flatten().tolist()
+
+
+def what_leaks(bare: torch.nn.Module, packed: bool) -> str:
+    """What a token sees and must not: "later tokens", "other documents", or nothing: ""."""
+    row = probe_row(vocabulary_size(bare), packed)
+    for token in (2, 5):  # One of each document.
+        seen = tokens_seen(bare, row, token)
+        if max(seen, default=0) > token:
+            return "later tokens"
+        if packed and min(seen, default=token) < token // 4 * 4:
+            return "other documents"
+    return ""
+
+
+def settle_attention(bare: torch.nn.Module, packing: str, loss_of: Callable) -> None:
+    """Take padded rows and transformers' own masks if the model needs them.
+
+    Raises UserError if a token sees too much all the same.
+    """
+    if bare.config._attn_implementation == DOCUMENTS:
+        if keeps_documents_apart(bare, loss_of):
+            return
+        bare.set_attn_implementation("sdpa")
+
+    name, found = bare.config.model_type, what_leaks(bare, packed=False)
+    if not found and packing != "none":
+        found = what_leaks(bare, packed=True)
+    causal = found != "later tokens"
+    require(causal, f"model: a token of this {name} sees later ones; take a causal model (is_decoder: true)")
+    require(not found, f"data.packing: in a {name} the documents of a row see each other; use none")
+
+
+def keeps_documents_apart(bare: torch.nn.Module, loss_of: Callable) -> bool:
+    """Whether the model computes the same with document_attention() as with transformers' masks, and nothing leaks."""
+    row = probe_row(vocabulary_size(bare), packed=True)
+    try:
+        with short_windows(bare):
+            if what_leaks(bare, packed=True):
+                return False
+            joined = probe_loss(bare, [row], loss_of)
+            with attention(bare, "sdpa"):
+                alone = probe_loss(bare, [row[:, :4], row[:, 4:]], loss_of)
+        return is_same_loss(bare, joined, alone)
+    except Exception:  # Its forward() does not pass on what document_attention() needs, or has a mask of its own.
+        return False
+
+
+@contextmanager
+def short_windows(bare: torch.nn.Module):
+    """Let all sliding windows be of two tokens for a while, so that a short row shows whether they are kept."""
+    holders = [bare.config.get_text_config(), *bare.modules()]
+    windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
+    for holder, _ in windows:
+        holder.sliding_window = 2
+    try:
+        yield
+    finally:
+        for holder, window in windows:
+            holder.sliding_window = window
+
+
+def probe_loss(model: torch.nn.Module, rows: list[np.ndarray], loss_of: Callable, chunked: bool = False) -> float:
+    """The loss of rows that are one micro-batch."""
+    batch = collate(rows, model.device, joins_documents(model))
+    with torch.no_grad():
+        loss, _ = loss_of(model.eval(), batch, chunked=chunked)
+        return loss.item()
+
+
+def is_same_loss(model: torch.nn.Module, one: float, other: float) -> bool:
+    return abs(one - other) <= max(1e-5, torch.finfo(model.dtype).eps / 10) * abs(other)
+
+
+def check_loss(model: torch.nn.Module, packing: str, chunked: bool, loss_of: Callable) -> None:
+    """Raises UserError if packing or chunks change the loss of this model."""
+    name = model.config.model_type
+    row = probe_row(vocabulary_size(model), packed=True)
+    apart = [row[:, :4], row[:, 4:]]
+    expected = probe_loss(model, apart, loss_of)
+    if packing != "none":
+        same = is_same_loss(model, probe_loss(model, [row], loss_of), expected)
+        require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
+    if chunked:
+        refusal = f"model.chunked_loss: a {name} computes its logits from more than the states of its layers; use false"
+        with explained(refusal):
+            same = is_same_loss(model, probe_loss(model, apart, loss_of, chunked=True), expected)
+        require(same, refusal)
+
+
+def check_rope(bare: torch.nn.Module, stages: list[Stage], sequence_length: int) -> None:
+    """Raises UserError for a longrope that would make the loss of a row depend on the other rows of its pass.
+
+    It has other frequencies for a whole pass as soon as one of its rows is longer than in the model's first training.
+    """
+    rope = getattr(bare.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max(stage.plan.micro_batch_size for stage in stages) > 1:
+        short = rope["original_max_position_embeddings"]
+        advice = f"set batch.max_micro_batch_size: 1, or data.sequence_length to at most {short}"
+        is_short = sequence_length <= short
+        require(is_short, f"model: with its longrope, the loss of a row depends on the rows that go with it; {advice}")

@@ -1,0 +1,202 @@
+"""The loss of a micro-batch, of all its logits at once or in chunks."""
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+
+from samerun.data.batches import ends_from
+from samerun.model.attention import DOCUMENTS
+
+CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
+
+
+def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) -> dict[str, torch.Tensor]:
+    """The metrics of token_loss() as sums NAME over all tokens and, of those that have terms, NAME/SOURCE as well.
+
+    The tokens of a mixture are those of one source after those of another. `source_ends` says where each source ends.
+    """
+    sums = {name: terms.detach().sum() for name, terms in metrics.items()}
+    for name, terms in metrics.items():
+        if source_ends and terms.ndim:
+            parts = terms.detach().tensor_split(list(source_ends.values()))
+            sums |= {f"{name}/{source}": part.sum() for source, part in zip(source_ends, parts)}
+    return sums
+
+
+def compute_loss(
+    model: torch.nn.Module, batch: dict[str, Any], token_loss: Callable, chunked: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """token_loss() of a micro-batch, all as sums. With `chunked`, the logits of a few tokens at a time."""
+    bare = getattr(model, "module", model)  # Without DDP's wrapper.
+    inputs = model_inputs(bare, batch)
+    targets, source_ends = batch["targets"].flatten(), batch.get("source_ends", {})
+    if chunked:
+        return loss_in_chunks(model, inputs, targets, source_ends, token_loss)
+    loss, metrics = token_loss(model(**inputs).logits.flatten(0, 1), targets)
+    return loss, add_up_terms(metrics, source_ends)
+
+
+def joins_documents(bare: torch.nn.Module) -> bool:
+    """Whether the model takes the documents of a micro-batch as a single row, or rows with padding."""
+    attention = bare.config._attn_implementation
+    return attention == DOCUMENTS or "flash" in attention
+
+
+def model_inputs(bare: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model's forward() takes, for a batch of collate()."""
+    inputs = {name: value for name, value in batch.items() if name not in ("targets", "source_ends")}
+    inputs["use_cache"] = False  # transformers keeps packed documents apart only without a cache.
+    if "documents" in batch and bare.config._attn_implementation != DOCUMENTS:
+        documents = inputs.pop("documents")  # The flash attention of transformers has its own words for them.
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = documents.ends
+        inputs["max_length_q"] = inputs["max_length_k"] = documents.longest
+    return inputs
+
+
+def loss_in_chunks(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    targets: torch.Tensor,
+    source_ends: dict[str, int],
+    token_loss: Callable,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """token_loss() of CHUNK tokens at a time. All of it happens inside forward(), in one call of each module.
+
+    DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
+    can be compiled, because autograd is called here.
+    """
+    bare = getattr(model, "module", model)
+    layers, output_layer = bare.get_decoder(), bare.get_output_embeddings()
+    head = head_of(bare)
+
+    def forward(**inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        outputs = layers(**inputs)
+
+        def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+            head_of_chunk = functools.partial(head, outputs)
+            return add_up_chunks(head_of_chunk, states.flatten(0, 1), targets, source_ends, trained, token_loss)
+
+        with replaced(output_layer, "forward", loss_of):
+            return output_layer(outputs[0])
+
+    with replaced(bare, "forward", forward):
+        return model(**inputs)
+
+
+def add_up_chunks(
+    head: Callable,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    source_ends: dict[str, int],
+    weights: list[torch.nn.Parameter],
+    token_loss: Callable,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """token_loss() of CHUNK tokens at a time, of the logits that `head` makes of their states [tokens, width].
+
+    The gradients of a chunk are computed at once, so that its logits are neither kept nor computed a second time.
+    """
+    training = torch.is_grad_enabled()
+    total, metrics, of_states, of_weights = 0.0, {}, [], {}
+    for chunk, targets_of_chunk in zip(states.split(CHUNK), targets.split(CHUNK)):
+        chunk = chunk.detach().requires_grad_(training)
+        loss, metrics_of_chunk = token_loss(head(chunk), targets_of_chunk)
+        if training:
+            of_states.append(gradient_of_states(loss, chunk, weights, of_weights))
+        total = total + loss.detach()
+        add_metrics(metrics, add_up_terms(metrics_of_chunk, source_ends))
+        source_ends = ends_from(source_ends, CHUNK)
+    if training:
+        gradients = [torch.cat(of_states), *of_weights.values()]
+        total = WithGradients.apply(total, gradients, states, *of_weights)
+    return total, metrics
+
+
+def gradient_of_states(
+    loss: torch.Tensor,
+    states: torch.Tensor,
+    weights: list[torch.nn.Parameter],
+    total: dict[torch.nn.Parameter, torch.Tensor],
+) -> torch.Tensor:
+    """Returns the gradient of the states, and adds those of the weights to `total`, in float32.
+
+    Only some of the weights are behind the states. The others have no gradient.
+    """
+    with torch.autocast(states.device.type, enabled=False):  # It is meant for forward passes.
+        gradient, *gradients = torch.autograd.grad(loss, [states, *weights], allow_unused=True)
+    for weight, more in zip(weights, gradients):
+        if weight in total:
+            total[weight] += more
+        elif more is not None:
+            total[weight] = more.float()
+    return gradient
+
+
+class WithGradients(torch.autograd.Function):
+    """A value whose gradients with respect to some tensors are known already."""
+
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # Autograd takes what nobody else holds, and copies the rest.
+        return None, None, *(gradient.mul_(factor) for gradient in gradients)
+
+
+def head_of(bare: torch.nn.Module) -> Callable:
+    """What forward() does after the layers, in the model's own way: the output layer, and what scales or bounds logits.
+
+    It is a function of what the layers have returned, and of states [tokens, width] in place of theirs.
+    """
+    forward, layers, output_layer = bare.forward, bare.get_decoder(), bare.get_output_embeddings()
+    place_of_layers, place_of_output_layer = place_of(layers, bare), place_of(output_layer, bare)
+    without_hooks = StandIn(output_layer.forward)
+
+    def head(outputs: transformers.utils.ModelOutput, states: torch.Tensor) -> torch.Tensor:
+        known = type(outputs)(**{**outputs, "last_hidden_state": states[None]})
+        without_layers = StandIn(lambda *_, **__: known)
+        with replaced(*place_of_layers, without_layers), replaced(*place_of_output_layer, without_hooks):
+            return forward(inputs_embeds=states[None], use_cache=False).logits.flatten(0, 1)
+
+    return head
+
+
+class StandIn(torch.nn.Module):
+    """A module that calls a function, for a while in the place of another module."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.forward = function
+
+
+def place_of(module: torch.nn.Module, model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The module that holds this one, and under which name."""
+    places = []
+    for parent in model.modules():
+        places += [(parent, name) for name, child in parent.named_children() if child is module]
+    [place] = places
+    return place
+
+
+@contextmanager
+def replaced(owner: torch.nn.Module, name: str, value: Any):
+    """Let an attribute have another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def add_metrics(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+    """Add the values of the same name, without their gradients. Where a value has several terms, add all of them."""
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value.detach().sum()

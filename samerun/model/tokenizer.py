@@ -1,0 +1,70 @@
+"""The tokenizer, its chat template, and the end of a turn."""
+
+import os
+from pathlib import Path
+
+import torch
+import transformers
+
+from samerun.config import Data, Model
+from samerun.data.tokenize import tokenize_turns
+from samerun.errors import explained, say
+
+
+def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase | None:
+    """None for tokens that somebody else has made, unless data.tokenizer says how."""
+    if config.format == "tokens" and not config.tokenizer:
+        return None
+    name = config.tokenizer or model.pretrained or "bytes"
+    with explained(f"data.tokenizer (null: model.pretrained): cannot load {name}", name):
+        if name == "bytes":
+            tokenizer = transformers.ByT5Tokenizer()
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+            # It tells whether there was a network, and the key of the tokens must not depend on that.
+            tokenizer.init_kwargs.pop("local_files_only", None)
+        tokenizer.add_tokens(config.special_tokens, special_tokens=True)
+    if config.chat_template:
+        with explained(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
+            tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
+    return tokenizer
+
+
+def end_of_turn(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
+    """The token by which the chat template ends what the assistant says; None if it is not a single, special one."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    said = [token for token, is_said in zip(*tokenize_turns(turns, tokenizer)) if is_said]
+    while said and not tokenizer.decode(said[-1]).strip():  # Some templates add a line's end.
+        said.pop()
+    is_special = said and said[-1] in tokenizer.added_tokens_decoder
+    return said[-1] if is_special else None
+
+
+def stop_after_turns(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Let generate() stop at the end of the assistant's turn, here and in the exported model."""
+    end = end_of_turn(tokenizer)
+    if end is None:
+        say(
+            "The chat template ends a turn with text that is no special token of the tokenizer. So the model will not "
+            "stop by itself. Name the markers of the template in data.special_tokens."
+        )
+        return
+    known = bare.generation_config.eos_token_id
+    ends = known if isinstance(known, list) else [known]
+    bare.generation_config.eos_token_id = [end, *(token for token in ends if token not in (None, end))]
+    try:
+        bare.generation_config.validate(strict=True)
+    except ValueError:  # Published ones set a temperature without do_sample, and then cannot be saved again.
+        bare.generation_config.do_sample = True
+
+
+def use_special_tokens(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, chosen: dict) -> None:
+    """Let a new model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
+
+    Otherwise it would have the usual ids of its family. Call it after the model is built: a model does not train the
+    embedding of its pad token, and some tokenizers pad with the token that ends a text, which must be trained.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in chosen:
+            for settings in (bare.config, bare.generation_config):
+                setattr(settings, name, getattr(tokenizer, name))

@@ -1,0 +1,50 @@
+"""Which weights Muon takes, and updates that are skipped on the device."""
+
+import torch
+
+
+def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The weights for Muon: all matrices except embeddings and the output layer (kellerjordan.github.io/posts/muon)."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    matrices = {parameter for parameter in model.parameters() if parameter.ndim == 2}
+    return matrices - embeddings - {model.get_output_embeddings().weight}
+
+
+class Guard:
+    """Skips an update if the loss or the norm of the gradients is not finite.
+
+    A fused optimizer of torch skips by itself if its `found_inf` is 1. That is a tensor on the device, so the host need
+    not wait for it. For any other optimizer the host waits in every step, to know whether to call it.
+    """
+
+    def __init__(self, max_skipped_steps: int, skipped_steps: int, skipped_in_a_row: int, device: torch.device):
+        self.max_skipped_steps = max_skipped_steps
+        # The number of skipped updates since step 0, and how many of them were the last ones, in a row.
+        self.counters = torch.tensor([skipped_steps, skipped_in_a_row], device=device)
+
+    def skip(self) -> None:
+        """Count a step without an update, which is no sign of trouble."""
+        self.counters = self.counters + torch.tensor([1, 0], device=self.counters.device)
+
+    def update(self, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Call the optimizers, unless a value is not finite or too many updates in a row were skipped already."""
+        skipped, in_a_row = self.counters
+        bad = ~torch.isfinite(loss + grad_norm) | (in_a_row > self.max_skipped_steps)
+        self.counters = torch.stack((skipped + bad, (in_a_row + 1) * bad))
+        if all(is_fused(optimizer) for optimizer in optimizers):
+            for optimizer in optimizers:
+                optimizer.found_inf = bad.float()
+        elif bad:  # Waits for the device.
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def read(self) -> tuple[int, int]:
+        """The two counters. Waits for the device."""
+        skipped, in_a_row = self.counters.tolist()
+        return skipped, in_a_row
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer skips its update by itself when its found_inf is 1."""
+    return all(group.get("fused") for group in optimizer.param_groups)

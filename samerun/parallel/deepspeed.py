@@ -1,0 +1,204 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from samerun.config import Config
+from samerun.data.batches import collate
+from samerun.errors import require
+from samerun.model.build import vocabulary_size
+from samerun.model.checks import probe_row
+from samerun.model.loss import add_metrics, joins_documents
+from samerun.optim import is_fused
+from samerun.parallel.base import Sharded
+from samerun.parallel.mesh import ranks_per_row, tensor_parallel_size
+from samerun.parallel.state import full
+
+
+class DeepSpeed(Sharded):
+    """DeepSpeed's ZeRO-2 and ZeRO-3: the ranks divide gradients and optimizer state, and with ZeRO-3 the weights, too.
+
+    Its engine computes the gradients. Its optimizer takes the place of ours, and has ours update the part of this rank,
+    in float32. What a step is, and whether there is an update, is decided here as ever.
+    """
+
+    def __init__(self, config: Config, accelerator: Accelerator, loss_of: Callable):
+        super().__init__(config, accelerator, loss_of)
+        self.settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = self.settings["zero_optimization"].get("stage", 0)
+        # With ZeRO-3, transformers would otherwise divide the weights while it makes the model.
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
+
+    def check(self) -> None:
+        super().check()
+        require(self.stage in (2, 3), f"launch: zero_stage {self.stage} is not supported; use 2 or 3, or DDP")
+        divides_more = ranks_per_row() * tensor_parallel_size() * self.config.model.pipeline_ranks > 1
+        refused = {
+            "sequence, context, tensor or pipeline parallelism": divides_more,
+            "mixed_precision fp8": self.accelerator.mixed_precision == "fp8",
+            "model.compile": self.config.model.compile != "none",
+            "batch.max_micro_batch_size: auto": self.config.batch.max_micro_batch_size == "auto",
+            "offloading of the weights, or to NVMe": self.offloads_much(),
+        }
+        for name, asked in refused.items():
+            advice = "leave it out, or take accelerate_configs/fsdp2.yaml"
+            require(not asked, f"launch: DeepSpeed cannot be combined with {name}; {advice}")
+        ours = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.config.optim.max_grad_norm,
+            "optimizer": "auto",
+            "scheduler": "auto",
+        }
+        for name, value in ours.items():
+            found = self.settings.get(name, "auto")
+            advice = "leave it out, because batch and optim in the config of the run decide it"
+            require(found in ("auto", value), f"launch: {name} of DeepSpeed is {found}; {advice}")
+
+    def offloads_much(self) -> bool:
+        zero = self.settings["zero_optimization"]
+        devices = [(zero.get(name) or {}).get("device") or "none" for name in ("offload_optimizer", "offload_param")]
+        return devices[0] not in ("none", "cpu") or devices[1] != "none"
+
+    def prepare(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.nn.Module:
+        device = self.accelerator.device
+        row = probe_row(vocabulary_size(model), packed=True)
+        self.batch = collate([row], device, joins_documents(model))
+        self.mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
+        self.settings |= {
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a number, and makes no use of it.
+            "gradient_clipping": self.config.optim.max_grad_norm or 0.0,
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        [self.optimizer] = optimizers
+        require(is_fused(self.optimizer), "optim.name: DeepSpeed needs one optimizer that is fused; use adamw")
+        self.optimizer.param_groups = [group for group in self.optimizer.param_groups if group["params"]]
+        model, _ = self.accelerator.prepare(model, self.optimizer)
+        self.zero = model.optimizer
+        self.zero.found_inf = None
+        self.optimizer.register_step_pre_hook(self.pass_on_found_inf)
+        optimizers[:] = [self.zero]
+        self.step_without_update(model)  # Makes the optimizer's state, so that a checkpoint can be loaded into it.
+        if self.stage == 2:  # DeepSpeed has noted where it is after the first group of weights, without the others.
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+        return model
+
+    def pass_on_found_inf(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        # With an offloaded optimizer it is on the GPU, and torch would not wait for its copy to the host.
+        [updated, *_] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.found_inf = self.zero.found_inf.to(updated.device)
+
+    def step_without_update(self, model: torch.nn.Module) -> None:
+        """Afterwards the weights that compute are those in float32 again, rounded."""
+        self.forward_backward(model, [self.batch], scale=0.0)
+        self.zero_gradients([self.zero])
+
+    def forward_backward(
+        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+    ) -> dict[str, torch.Tensor]:
+        """As DDP, but the gradients are in memory of DeepSpeed, which sums over the ranks in every micro-step."""
+        metrics = {}
+        for number, batch in enumerate(micro_batches, start=1):
+            model.set_gradient_accumulation_boundary(number == len(micro_batches))
+            loss, metrics_of_batch = self.loss_of(model, batch)
+            # DeepSpeed averages over the ranks. Here it does not divide by the number of micro-steps.
+            model.backward(loss * (self.averages_over * scale), scale_wrt_gas=False)
+            add_metrics(metrics, metrics_of_batch)
+        return metrics
+
+    def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Returns the norm only. DeepSpeed clips by the same norm in its step."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        norms = self.zero._get_norm_groups() if self.stage == 3 else [self.zero.scaled_global_norm()]
+        return combine_grad_norm_groups(norms).to(self.accelerator.device)
+
+    def zero_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        if self.zero.found_inf is None:  # There was no update. Only in its step does DeepSpeed forget gradients.
+            self.zero.found_inf = torch.ones((), device=self.accelerator.device)
+            self.zero.step()
+        self.zero.found_inf = None
+
+    def state(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        """A copy. DeepSpeed divides flat tensors, and torch's checkpoints want rows: each rank has some of each one."""
+        state = {}
+        for name, value in model.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.nn.Parameter):
+                state[f"model.{name}"] = value
+        for name, parameter, key in self.parts(model, optimizers):
+            whole = self.read(parameter, key)
+            placement = Shard(0) if whole.ndim else Replicate()
+            state[name] = distribute_tensor(whole, self.mesh, [placement], src_data_rank=None).clone()
+        return state
+
+    def put_back(
+        self, state: dict[str, torch.Tensor], model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        parts = list(self.parts(model, optimizers))
+        counts = {full(state[name]).item() if name in state else 0.0 for name, _, key in parts if key == "step"}
+        refusal = "run.resume: some weights had more updates than others, and DeepSpeed counts them together"
+        require(len(counts) < 2, f"{refusal}; continue with another launcher file")
+        for name, parameter, key in parts:
+            if name in state:
+                self.write(parameter, key, full(state[name]))
+        self.step_without_update(model)
+
+    def parts(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> Iterable[tuple[str, torch.nn.Parameter, str]]:
+        """What is trained: its name in a checkpoint, the parameter, and a key of the optimizer, "" for the weight."""
+        keys = list(next(iter(self.optimizer.state.values()))) if optimizers else []
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad:
+                yield f"model.{name}", parameter, ""
+                for key in keys:
+                    yield f"optimizer.state.{name}.{key}", parameter, key
+
+    def read(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """One of parts(), whole and in float32. All ranks must call it."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if not key:
+            return safe_get_full_fp32_param(parameter)
+        of_all = next(iter(self.optimizer.state.values()))[key]  # The count of the updates, or some part.
+        return of_all if of_all.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
+
+    def write(self, parameter: torch.nn.Parameter, key: str, value: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if not key:
+            safe_set_full_fp32_param(parameter, value)
+        elif value.ndim == 0:
+            for state in self.optimizer.state.values():
+                state[key].copy_(value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def gather_weights(self, bare: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """As DDP. Afterwards the model of the main process has these weights, in float32, and can train no more."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        weights = {}
+        for name, value in bare.state_dict(keep_vars=True).items():
+            if name in bare.all_tied_weights_keys:
+                continue
+            with GatheredParameters([value]):  # With ZeRO-3, frozen weights are divided, too.
+                whole = self.read(value, "") if value.requires_grad else value.detach()
+                if self.accelerator.is_main_process:
+                    weights[name] = whole.cpu()
+        if self.accelerator.is_main_process:
+            for name, parameter in bare.named_parameters():  # save_pretrained() notes their type.
+                parameter.data = weights[name]
+        return weights

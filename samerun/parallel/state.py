@@ -1,0 +1,102 @@
+"""DTensors, the state of a checkpoint, and the comparison of a model before and after it is divided."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
+
+from samerun.data.batches import collate
+from samerun.model.build import vocabulary_size
+from samerun.model.checks import probe_row
+from samerun.model.loss import joins_documents
+
+
+def try_out(
+    model: torch.nn.Module, loss_of: Callable, partial: Iterable[str] = (), ranks: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """The loss of a short row, and the norms of its gradients of vectors. Those of matrices would take memory.
+
+    Of the vectors named in `partial`, each of the ranks has a part of the gradient.
+    """
+    batch = collate([probe_row(vocabulary_size(model), packed=True)], model.device, joins_documents(model))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    vectors = {name: parameter for name, parameter in trained.items() if parameter.ndim < 2}
+    loss, _ = loss_of(model.eval(), batch, chunked=False)
+    gradients = torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)
+    found = {"loss": loss.item()}
+    for name, gradient in zip(vectors, gradients):
+        if gradient is None:
+            continue
+        if name in partial:
+            dist.all_reduce(gradient, group=ranks)
+        found[f"gradient of {name}"] = full(gradient.norm()).item()
+    return found
+
+
+def first_difference(before: dict[str, float], after: dict[str, float]) -> str:
+    """The first name whose value is another one beyond rounding, or ""."""
+    rounding = 1e-6 * max(before.values())
+    for name, value in before.items():
+        tolerance = 1e-5 if name == "loss" else 1e-3
+        if not abs(after.get(name, math.nan) - value) <= tolerance * value + rounding:
+            return name
+    return ""
+
+
+def train_instead(
+    optimizers: list[torch.optim.Optimizer], names: dict[torch.nn.Parameter, str], model: torch.nn.Module
+) -> None:
+    """Let the optimizers train the parameters that the model has now under the names of those that they were made for.
+
+    There is one group per mesh of devices, because a fused update cannot mix parameters of several, or whole ones.
+    """
+    for optimizer in optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            alike = {}
+            for old in group["params"]:
+                parameter = model.get_parameter(names[old])
+                if parameter.is_meta:  # Another rank trains it.
+                    continue
+                alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+            groups += [group | {"params": parameters} for parameters in alike.values()]
+        optimizer.param_groups = groups
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose parts are on several ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """The weights that are trained, by the names of the bare model, and the state of the optimizers.
+
+    Rates, betas and the like are not in it, because they are in the config. For an optimizer that has no state yet,
+    torch makes it, by a step with a learning rate of 0. torch counts that as an update, so the count is set back to 0.
+    """
+    new = [optimizer for optimizer in optimizers if not optimizer.state]
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    weights, optimizer_state = get_state_dict(model, optimizers, options=options)
+    for optimizer in new:
+        for of_weight in optimizer.state.values():
+            if "step" in of_weight:
+                of_weight["step"].zero_()
+    tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, by the name of what they are tied to.
+    state = {}
+    for name, value in optimizer_state.items():
+        if name.startswith("state."):
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} of the optimizer is {value!r}: only tensors can be saved")
+            state[f"optimizer.{name}"] = value
+    for name, value in weights.items():
+        if name not in tied:
+            state[f"model.{name}"] = value
+    return state

@@ -1,0 +1,142 @@
+"""The arithmetic of a batch plan: how rows are split, who is idle, what a pipeline loses, the table."""
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from samerun.config import Model
+from samerun.errors import require, say
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one global batch is split over ranks and micro-steps."""
+
+    num_processes: int
+    data_parallel_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    tokens_per_step: int
+    bubble: float = 0.0  # The share of a step that the ranks of a pipeline spend waiting for each other.
+
+    def idle_share(self) -> float:
+        """The share of a step that ranks spend waiting for those with one row more, on average."""
+        rows_per_rank = self.global_batch_size / self.data_parallel_size
+        return 1 - rows_per_rank / math.ceil(rows_per_rank)
+
+    def split(self, lengths: np.ndarray, joined: bool) -> list[list[np.ndarray]]:
+        """Split rows of these lengths into pieces [micro_step][rank]: arrays of the numbers of rows.
+
+        Rows that are padded go with others of about their length, and the sizes of the pieces differ by one at most.
+        Rows that are joined make pieces of about the same number of tokens.
+        """
+        ranks, count = self.data_parallel_size, self.data_parallel_size * self.grad_accum_steps
+        if joined:
+            pieces = deal_out(lengths, count, self.micro_batch_size)
+        else:
+            pieces = np.array_split(np.argsort(lengths, kind="stable"), count)
+        micro_steps = []
+        for number in range(self.grad_accum_steps):
+            micro_step = pieces[number * ranks : (number + 1) * ranks]
+            if number % 2 == 1:
+                micro_step.reverse()  # So that it is not always the same rank that has more tokens.
+            micro_steps.append(micro_step)
+        return micro_steps
+
+    def even_neighbours(self) -> str:
+        """The nearest batch sizes and process counts that leave no rank idle."""
+        rows, ranks = self.global_batch_size, self.data_parallel_size
+        below = rows // ranks * ranks
+        sizes = [size for size in (below, below + ranks) if size > 0]
+
+        group = self.num_processes // ranks
+        even = [count * group for count in range(1, rows + 1) if rows % count == 0]
+        fewer = [count for count in even if count <= self.num_processes]
+        more = [count for count in even if count > self.num_processes]
+        counts = fewer[-1:] + more[:1]
+        return f"{' or '.join(map(str, sizes))} rows, {' or '.join(map(str, counts))} processes"
+
+
+def deal_out(lengths: np.ndarray, count: int, size: int) -> list[np.ndarray]:
+    """Divide rows of these lengths into `count` pieces of at most `size` rows, with about the same number of tokens.
+
+    The longest row that is left goes to the piece with the fewest tokens (Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). The pieces come in the order of their tokens.
+    """
+    pieces = [[] for _ in range(count)]
+    open_pieces = [(0, number) for number in range(count)]  # A heap of tokens and number of piece.
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        tokens, number = heapq.heappop(open_pieces)
+        pieces[number].append(row)
+        if len(pieces[number]) < size:
+            heapq.heappush(open_pieces, (tokens + int(lengths[row]), number))
+    pieces = [np.array(piece, int) for piece in pieces]
+    return sorted(pieces, key=lambda piece: lengths[piece].sum())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The steps from `first_step` on have this plan. Without batch.warmup, there is one stage."""
+
+    first_step: int
+    first_row: int  # Where its rows begin in the endless stream of shuffled epochs.
+    plan: Plan
+
+    def row_of(self, step: int) -> int:
+        """Where the rows of a step of this stage begin, and those of the step before it end."""
+        return self.first_row + (step - self.first_step) * self.plan.global_batch_size
+
+
+def pipeline_bubble(config: Model, plan: Plan) -> float:
+    """The share of a step in which a rank waits (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    Raises UserError for a plan that does not suit the pipeline.
+    """
+    ranks, rows, micro_steps = config.pipeline_ranks, plan.global_batch_size, plan.grad_accum_steps
+    needed = ranks * plan.data_parallel_size
+    require(rows >= needed, f"model.pipeline_ranks {ranks}: needs at least {needed} rows in a step, and has {rows}")
+    if config.pipeline_schedule == "Interleaved1F1B":
+        fits = micro_steps % (micro_steps // ranks) == 0  # torch makes so many rounds, of the same length.
+        advice = "choose 1F1B, or another batch.max_micro_batch_size"
+        require(
+            fits, f"model.pipeline_schedule: {micro_steps} passes cannot be interleaved among {ranks} ranks; {advice}"
+        )
+    fill = (ranks - 1) / config.chunks_per_rank()
+    return fill / (micro_steps + fill)
+
+
+def plan_table(stages: list[Stage]) -> str:
+    lines = []
+    for stage in stages:
+        plan = stage.plan
+        line = {
+            "from_step": f"{stage.first_step:,}",
+            "processes": f"{plan.num_processes:,}",
+            "data_parallel": f"{plan.data_parallel_size:,}",
+            "global_batch": f"{plan.global_batch_size:,}",
+            "micro_batch": f"{plan.micro_batch_size:,}",
+            "grad_accum": f"{plan.grad_accum_steps:,}",
+            "tokens_per_step": f"{plan.tokens_per_step:,}",
+            "idle": f"{plan.idle_share():.1%}",
+            "nearest_even": plan.even_neighbours() if plan.idle_share() else "is even",
+        }
+        lines.append(line)
+    table = pd.DataFrame(lines)
+    if all(stage.first_step == 1 for stage in stages):
+        table = table.drop(columns="from_step")
+    bubbles = [f"{stage.plan.bubble:.1%}" for stage in stages]
+    if any(stage.plan.bubble for stage in stages):
+        table.insert(table.columns.get_loc("idle"), "bubble", bubbles)
+    return table.to_string(index=False)
+
+
+def say_if_idle(plan: Plan) -> None:
+    groups, rows = plan.data_parallel_size, plan.global_batch_size
+    if groups > rows:
+        group = plan.num_processes // groups
+        idle, advice = (groups - rows) * group, f"at most {rows * group:,} processes, or {groups:,} rows in a step"
+        say(f"Idle: {idle:,} of {plan.num_processes:,} processes have no row of a step of {rows:,}; take {advice}")

@@ -1,0 +1,368 @@
+"""The memory of a device, from a pass that is traced without storage."""
+
+import copy
+import functools
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from samerun.config import Config, Model
+from samerun.data.batches import collate
+from samerun.data.rows import longest_row
+from samerun.errors import require
+from samerun.model import attention as attention_room
+from samerun.model.attention import fits_flash
+from samerun.model.build import build_model, number_of_experts
+from samerun.model.loss import compute_loss, joins_documents, replaced
+from samerun.optim import hidden_matrices
+from samerun.parallel.base import Division
+from samerun.parallel.choose import choose_strategy
+from samerun.parallel.mesh import ranks_per_row, tensor_parallel_size
+from samerun.plan import Plan
+from samerun.run.launch import check_precision, launched_groups
+
+
+class PlannedLaunch:
+    """A launch on so many processes, by the launcher file that `accelerate launch` has put into the environment."""
+
+    def __init__(
+        self, config: Config, num_processes: int, plan_stages: Callable, token_loss: Callable, is_sharded: bool = False
+    ):
+        self.config, self.num_processes, self.is_sharded = config, num_processes, is_sharded
+        self.plan_stages, self.token_loss = plan_stages, token_loss  # Those of train.py.
+        accelerator = imagined_accelerator(num_processes, is_sharded)
+        self.precision = accelerator.mixed_precision
+        self.plugin = accelerator.state.fsdp_plugin
+        group = tensor_parallel_size() * ranks_per_row() * config.model.pipeline_ranks
+        limit = config.batch.max_micro_batch_size
+        if limit == "auto":  # As if each device could hold all its rows at once.
+            limit = max(rows for _, rows in config.batch_stages())
+        loss_of = functools.partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)
+        self.strategy = choose_strategy(config, accelerator, loss_of)
+        self.stages = plan_stages(config, limit, num_processes, group)
+
+    def changed(self, settings: dict[str, Any]) -> "PlannedLaunch":
+        """The launch with other settings by their dotted paths, or with the launcher file of FSDP2."""
+        config, is_sharded = self.config, self.is_sharded
+        for name, value in settings.items():
+            section, _, field = name.partition(".")
+            if section in Config.model_fields:
+                part = getattr(config, section).model_copy(update={field: value})
+                config = config.model_copy(update={section: part})
+            else:
+                is_sharded = True
+        return PlannedLaunch(config, self.num_processes, self.plan_stages, self.token_loss, is_sharded)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some step has several micro-steps."""
+        return any(stage.plan.grad_accum_steps > 1 for stage in self.stages)
+
+    @property
+    def has_old_gradients(self) -> bool:
+        """Whether there is memory for gradients before the last micro-step begins."""
+        return self.strategy.division().has_buckets or self.accumulates
+
+    @property
+    def plan(self) -> Plan:
+        """The one with the largest micro-batch."""
+        plans = [stage.plan for stage in self.stages]
+        return max(plans, key=lambda plan: (plan.micro_batch_size, plan.grad_accum_steps))
+
+
+def imagined_accelerator(num_processes: int, is_sharded: bool) -> SimpleNamespace:
+    """What a strategy asks the Accelerator for, before there is a model. It may be sharded by FSDP2 in any case."""
+    environment, kind = os.environ, "MULTI_GPU" if num_processes > 1 else "NO"
+    uses_fsdp = environment.get("ACCELERATE_USE_FSDP") == "true"
+    if is_sharded or uses_fsdp:
+        kind = "FSDP"
+    plugin = None
+    if kind == "FSDP":
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2 if is_sharded and not uses_fsdp else None)
+    groups = launched_groups()
+    if groups and groups.dp_replicate_size > 1:
+        fits = groups.total_size == num_processes
+        advice = "put --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size after the file"
+        require(fits, f"launch: the file is for {groups.total_size} processes, not for {num_processes}; {advice}")
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    check_precision(precision)
+    return SimpleNamespace(
+        num_processes=num_processes,
+        process_index=0,
+        mixed_precision=precision,
+        distributed_type=SimpleNamespace(value=kind),
+        is_fsdp2=kind == "FSDP" and plugin.fsdp_version == 2,
+        parallelism_config=groups,
+        state=SimpleNamespace(fsdp_plugin=plugin),
+    )
+
+
+# What --plan says about the memory of a device. A pass through a few layers of the model is traced: torch runs it on
+# tensors without storage, and tells how large they would be. The strategy says what of it is divided, see division().
+
+
+class LiveMemory(TorchDispatchMode):
+    """Adds up the bytes of the tensors that a computation makes, as long as they live. `tensors` are not counted."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.ops.aten._grouped_mm.default:
+            result = grouped_mm_without_storage(*args, **(kwargs or {}))
+        else:
+            result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.add(size)
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def grouped_mm_without_storage(left: torch.Tensor, right: torch.Tensor, *more, **options) -> torch.Tensor:
+    """What multiplies by experts. Without storage, torch knows it for bf16 only."""
+    product = torch.ops.aten._grouped_mm.default(left.bfloat16(), right.bfloat16(), *more, **options)
+    return product.to(left.dtype)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes that one forward and backward pass holds, beyond weights and older gradients."""
+
+    saved: float  # What waits for the backward pass after the last layer.
+    layers: float  # The most that is held at a time, while the loss is not computed,
+    head: float  # and while it is: from the end of the layers to the gradient of what they have returned.
+
+    def peak(self) -> float:
+        return max(self.layers, self.head)
+
+    def extended(self, other: "Pass", times: float) -> "Pass":
+        """This pass and so many times what another one holds beyond it."""
+        values = zip(asdict(self).values(), asdict(other).values())
+        return Pass(*(mine + (more - mine) * times for mine, more in values))
+
+
+def model_without_storage(config: Model, found: transformers.PreTrainedConfig, layers: int) -> torch.nn.Module:
+    found = copy.deepcopy(found)
+    text = found.get_text_config()
+    left_out = text.num_hidden_layers - layers
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    # The first layers of a mixture may be without experts. They are left out before the others, which are larger.
+    if getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = max(0, text.first_k_dense_replace - left_out)
+    if getattr(text, "mlp_layer_types", None):
+        text.mlp_layer_types = text.mlp_layer_types[left_out:]
+    with torch.device("meta"):
+        return build_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
+
+
+def sending_nothing():
+    """Lets a rank that shares a row trace its part alone: what it gets from the others is as large as what it sends."""
+    return replaced(attention_room, "all_to_all_single_autograd", lambda parts, *others: parts.clone())
+
+
+def trace_pass(
+    config: Config, bare: torch.nn.Module, rows: int, launch: PlannedLaunch, growth: float, rank: int
+) -> Pass:
+    """Trace a pass of this many rows, or of what the rank has of them if ranks share rows.
+
+    Of each new gradient, the share `growth` stays in memory. It is 0 if there was memory for it before.
+    """
+    in_bf16 = launch.precision == "bf16"
+    joined = joins_documents(bare)
+    batch = collate([longest_row(config.data, joined)] * rows, torch.device("cpu"), joined)
+    launch.strategy.rank_in_group = rank
+    launch.strategy.ranks = SimpleNamespace(size=ranks_per_row)  # In place of those that share a row.
+    batch = launch.strategy.shard(batch)
+    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    # On a GPU, bf16 goes with flash attention, which holds less than torch's other ones.
+    flash = replaced(attention_room, "has_flash", fits_flash) if in_bf16 else nullcontext()
+    if launch.strategy.division().gathers and in_bf16:  # FSDP2 gathers in bf16. Autocast keeps copies instead.
+        for parameter in bare.parameters():
+            parameter.data = parameter.data.bfloat16()
+    with fake, flash, sending_nothing():
+        bare.to_empty(device="cpu")
+        live = LiveMemory([*bare.parameters(), *bare.buffers()])
+        peaks = {"layers": 0, "head": 0}
+        saved = []
+
+        def enter_head(module: torch.nn.Module, args: tuple, outputs: transformers.utils.ModelOutput) -> None:
+            saved.append(live.now)
+            leave("layers")
+            outputs[0].register_hook(lambda gradient: leave("head"))
+
+        def leave(phase: str) -> None:
+            peaks[phase], live.peak = max(peaks[phase], live.peak), live.now
+
+        def keep_share(parameter: torch.nn.Parameter) -> None:
+            parameter.grad = None
+            live.add(parameter.numel() * 4 * growth)
+
+        bare.get_decoder().register_forward_hook(enter_head)
+        for parameter in bare.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(keep_share)
+        with live:
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+                loss, _ = launch.strategy.loss_of(bare, batch)
+            loss.backward()
+        leave("layers")
+    return Pass(saved[0], peaks["layers"], peaks["head"])
+
+
+TRACED: dict[tuple, Pass] = {}  # What traced() has found before.
+
+
+def traced(config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch, rank: int) -> Pass:
+    """A pass through so many layers. Those beyond the fourth are taken to hold as much as the third and fourth do."""
+    plan, few, many = launch.plan, min(layers, 2), min(layers, 4)
+    growth = 0.0 if launch.has_old_gradients else 1 / launch.strategy.division().gradients
+    rows = plan.micro_batch_size
+    gathers = launch.strategy.division().gathers
+    key = found.to_json_string(), config.model_dump_json(), rows, layers, growth, launch.precision, gathers, rank
+    if key not in TRACED:
+        passes = {}
+        for number in {few, many}:
+            bare = model_without_storage(config.model, found, number)
+            passes[number] = trace_pass(config, bare, rows, launch, growth, rank)
+        times = (layers - few) / (many - few) if many > few else 0
+        TRACED[key] = passes[few].extended(passes[many], times)
+    return TRACED[key]
+
+
+def heads_divided(found: transformers.PreTrainedConfig, ranks: int) -> transformers.PreTrainedConfig:
+    """The model whose layers are what one of the ranks has of them, with tensor parallelism."""
+    found = copy.deepcopy(found)
+    text = found.get_text_config()
+    kind = text.model_type
+    require(not number_of_experts(text), f"that of a {kind}'s experts under tensor parallelism is not calculated")
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in "num_attention_heads", "num_key_value_heads", "intermediate_size":
+        value = getattr(text, name)
+        require(value % ranks == 0, f"launch: parallelism_config_tp_size {ranks} must divide {name}, {value}")
+        setattr(text, name, value // ranks)
+    return found
+
+
+def experts_divided(
+    found: transformers.PreTrainedConfig, ranks: int, computes: bool = False
+) -> transformers.PreTrainedConfig:
+    """The model with as many experts as one of the ranks has. To compute, it needs at least those that see a token.
+
+    Its router is smaller, too. That is next to nothing.
+    """
+    found = copy.deepcopy(found)
+    text = found.get_text_config()
+    if getattr(text, "n_group", None):  # DeepSeek-V3 chooses among groups of experts first, which must be even.
+        text.n_group = text.topk_group = 1
+    named = number_of_experts(text)
+    require(named, f"the config of a {text.model_type} names no number of experts that ranks could divide")
+    name, count = named
+    require(count % ranks == 0, f"{ranks} ranks cannot evenly divide {count} experts of a {text.model_type}")
+    least = text.num_experts_per_tok if computes else 1
+    setattr(text, name, max(count // ranks, least))
+    return found
+
+
+def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
+    """Bytes by what they are for. Their sum is the most that a device holds at a time."""
+    config, division = launch.config, launch.strategy.division()
+    recomputes = config.model.gradient_checkpointing or (launch.plugin and launch.plugin.activation_checkpointing)
+    model = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
+    config = config.model_copy(update={"model": model})
+
+    launch.strategy.check_model(model_without_storage(model, found, layers=1))
+    if division.matrices > 1:
+        found = heads_divided(found, division.matrices)
+    layers = math.ceil(found.get_text_config().num_hidden_layers / division.layers)
+    bare = model_without_storage(model, found, layers)
+    parameters, end = list(bare.parameters()), bare.get_input_embeddings().weight.numel()
+    # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
+    ends = end if bare.all_tied_weights_keys else 2 * end
+    absent = end if division.layers > 1 and ends > end else ends * (1 - 1 / division.matrices)
+    trained = sum(one.numel() for one in parameters if one.requires_grad) - absent
+    weights = sum(one.nbytes for one in parameters) - 4 * absent
+    hidden = hidden_matrices(bare) if config.optim.name == "muon" else []
+    moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
+
+    memory = {"weights": weights / division.weights, "optimizer": 4 * moments / division.optimizer}
+    memory["gradients"] = 4 * trained / division.gradients
+    if division.experts > 1:  # All weights are sharded, but a rank computes with its own experts only.
+        bare = model_without_storage(model, experts_divided(found, division.experts), layers)
+        found = experts_divided(found, division.experts, computes=True)
+    if division.gathers:
+        memory["weights"] += gathered_weights(bare, launch, division, absent)
+    if division.defers and launch.accumulates:
+        memory["gradients"] = 4 * (sum(one.numel() for one in bare.parameters() if one.requires_grad) - absent)
+    known = 0 if launch.has_old_gradients else memory["gradients"]
+    activations, most = memory_of_passes(config, found, layers, launch)
+    memory["activations"] = max(0, activations - known)
+    memory["logits"] = max(0, most - known) - memory["activations"]
+    return memory
+
+
+def memory_of_passes(
+    config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch
+) -> tuple[float, float]:
+    """The most bytes that the passes of a step hold at a time, beyond weights and older gradients: while the loss is
+    not computed, and altogether."""
+    plan, division = launch.plan, launch.strategy.division()
+    # Of the ranks that share a row, the first one keeps longer keys and values, and the last one has larger masks.
+    ranks = {0, ranks_per_row() - 1}
+    held = max((traced(config, found, layers, launch, rank) for rank in ranks), key=Pass.peak)
+    saved, most = held.layers, held.peak()
+    if division.layers > 1:
+        tokens = plan.micro_batch_size * config.data.sequence_length * plan.grad_accum_steps
+        states = 4 * tokens * found.get_text_config().hidden_size
+        in_flight = division.layers * (1 + config.model.chunks_per_rank()) / 2
+        saved = held.layers + held.saved * (min(in_flight, plan.grad_accum_steps) - 1) + states
+        most = max(saved, most + states)
+    return saved, most
+
+
+def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, division: Division, absent: float) -> float:
+    """FSDP2 computes with one layer, gathers the next one, and reduces the gradients of the last one in float32.
+
+    This rank has none of the `absent` weights.
+    """
+    size = 2 if launch.precision == "bf16" else 4
+    layers = [module for module in bare.modules() if type(module).__name__ in (bare._no_split_modules or [])]
+    require(layers, "transformers does not name its layers, which FSDP2 gathers")
+    sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
+    largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
+    others = sum(one.numel() for one in bare.parameters()) - absent - sum(sizes)
+    gathered = others + (sum(sizes) if division.gathers_all else 2 * largest)
+    return size * gathered + (size + 4) * largest
+
+
+def total_gib(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> float:
+    return sum(memory_per_device(launch, found).values()) / 2**30

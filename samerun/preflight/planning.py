@@ -1,0 +1,137 @@
+"""What --plan and --prepare do."""
+
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import pandas as pd
+import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from samerun.config import Config, evaluation_title
+from samerun.data.load import data_lock, load_data, take_at_once
+from samerun.errors import UserError, explained, require, say
+from samerun.model.build import download_weights, model_config
+from samerun.model.tokenizer import load_tokenizer
+from samerun.plan import plan_table, say_if_idle
+from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
+from samerun.run.launch import go_offline_without_network, silence_libraries
+
+
+def prepare(config: Config) -> None:
+    """What --prepare does: all of a launch that needs the network or much time, without a device or weights."""
+    silence_libraries()
+    go_offline_without_network(config)
+    tokenizer = load_tokenizer(config.data, config.model)
+    lock = data_lock()
+    with take_at_once(lock), lock:
+        train_data, eval_data = load_data(config.data, tokenizer, config.run.seed)
+    found = model_config(config, len(tokenizer) if tokenizer else None)
+    if config.model.pretrained:
+        download_weights(config.model, found)
+    say(f"Data: {len(train_data):,} rows to train on")
+    for name, data in eval_data.items():
+        say(f"{evaluation_title(name)}: {len(data):,} rows")
+    say("Prepared: a launch finds all of it in the caches. On machines without network, set HF_HUB_OFFLINE=1 for it.")
+
+
+#
+# What --plan shows: how launches on other machines would divide a step, and what memory they would take. Nothing of
+# this is used while a run trains.
+
+
+def print_plans(config: Config, process_counts: list[int], plan_stages: Callable, token_loss: Callable) -> None:
+    """What --plan shows: no data, weights or device are touched."""
+    silence_libraries()
+    launches = [PlannedLaunch(config, count, plan_stages, token_loss) for count in process_counts]
+    say(plan_table(list(itertools.chain(*(launch.stages for launch in launches)))))
+    for launch in launches:
+        say_if_idle(min((stage.plan for stage in launch.stages), key=lambda plan: plan.global_batch_size))
+    if config.perf.device_memory_gib:
+        say_memory(config, launches)
+
+
+def planned_model(config: Config) -> transformers.PreTrainedConfig:
+    """The config of the model. Raises UserError where it, or the size of its vocabulary, cannot be had."""
+    architecture, vocab_size = config.model.architecture, None
+    if config.model.pretrained or "vocab_size" not in architecture:
+        go_offline_without_network(config)
+    if architecture and "vocab_size" not in architecture:
+        vocab_size = len(load_tokenizer(config.data, config.model))
+    return model_config(config, vocab_size)
+
+
+def check_is_known(launch: PlannedLaunch) -> None:
+    """Raises UserError for what the memory plan does not know."""
+    require(launch.precision != "fp8", "it is not known for float8")
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"  # The plan itself is that of DDP.
+    require(not uses_deepspeed, "it is not known for DeepSpeed")
+    offloads = launch.plugin and isinstance(launch.plugin.cpu_offload, CPUOffloadPolicy)
+    require(not offloads, "it is not known for fsdp_offload_params")
+
+
+def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
+    """The table of memory per device, and what to change where it is too small. Or why it is not known."""
+    try:
+        found = planned_model(config)
+        lines, advice = [], []
+        for launch in launches:
+            check_is_known(launch)
+            with explained("it is not known for this model"):
+                lines.append(memory_line(launch, memory_per_device(launch, found)))
+                advice.append(what_fits(launch, found))
+    except UserError as error:
+        say(f"Memory: {error}")
+        return
+    kind, precision = type(launches[0].strategy).__name__, launches[0].precision
+    say(f"\nGiB per device, {kind}, mixed precision {precision}:")
+    if launches[0].strategy.division().experts > 1:
+        say("It takes for granted that the router sends equally many tokens to all experts.")
+    say(pd.DataFrame(lines).to_string(index=False))
+    for text in filter(None, advice):
+        say(text)
+
+
+def memory_line(launch: PlannedLaunch, memory: dict[str, float]) -> dict[str, str]:
+    names = "weights", "gradients", "optimizer", "activations", "logits"
+    line = {"processes": f"{launch.num_processes:,}"}
+    line |= {name: f"{memory[name] / 2**30:,.3f}" for name in names}
+    return line | {"all": f"{sum(memory.values()) / 2**30:,.3f}"}
+
+
+# What saves memory, from what costs least to what costs most.
+SAVINGS = [
+    {"model.chunked_loss": True},
+    {"model.gradient_checkpointing": True},
+    {"batch.max_micro_batch_size": 1},
+    {"batch.max_micro_batch_size": 1, "batch.sync_each_micro_step": True},
+]
+
+
+def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> str:
+    """What to change, one thing after the other, until a device has memory enough; "" if it has."""
+    limit, total = launch.config.perf.device_memory_gib, total_gib(launch, found)
+    if total <= limit:
+        return ""
+    said = [f"{launch.num_processes:,} processes: {total:,.1f} GiB do not fit into {limit:g}."]
+    if launch.config.batch.max_micro_batch_size == "auto":
+        return f"{said[0]} That is with all rows of a rank at once; with auto, the launch finds out how many fit."
+    savings = SAVINGS
+    division = launch.strategy.division()
+    has_all_weights = division.weights == division.matrices == division.layers == 1
+    if has_all_weights and launch.num_processes > 1:
+        file = getattr(launch.strategy, "launcher_file", "fsdp2.yaml")
+        savings = [{f"accelerate_configs/{file}": ""}, *SAVINGS]
+    for saving in savings:
+        with suppress(UserError):  # From a launch that would be refused.
+            changed = launch.changed(saving)
+            less = total_gib(changed, found)
+            if less <= limit or less < 0.99 * total:
+                launch, total = changed, less
+                what = " ".join(f"--{name} {str(value).lower()}" if value else name for name, value in saving.items())
+                said.append(f"With {what}: {total:,.1f} GiB.")
+        if total <= limit:
+            return " ".join([*said, "That fits."])
+    advice = "Then take more devices, sequence or context parallelism for long rows, or a smaller model."
+    return " ".join([*said, advice])

@@ -1,0 +1,192 @@
+"""Checkpoints: written, verified, found, loaded."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
+from samerun.cli import describe
+from samerun.errors import UserError, explained, is_main_process, require, say
+from samerun.files import checksum, replace_file, replace_folder
+from samerun.parallel.base import DDP
+
+
+@dataclass
+class Progress:
+    """How far the run has come. The manifest of a checkpoint holds all of it."""
+
+    step: NonNegativeInt = 0
+    skipped_steps: NonNegativeInt = 0  # Steps without an update, because a number was not finite,
+    skipped_in_a_row: NonNegativeInt = 0  # and how many of them were the last ones.
+    rows: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0  # Padding included.
+    real_tokens: NonNegativeInt = 0
+    target_tokens: NonNegativeInt = 0
+    # For run.keep_best. Forgotten when that checkpoint is gone, or the evaluation is of other rows.
+    best_loss: float = sys.float_info.max
+    best_checkpoint: str = ""
+    # For run.patience. Forgotten when the evaluation is of other rows.
+    lowest_loss: float = sys.float_info.max
+    evaluations_in_vain: NonNegativeInt = 0  # The evaluations since then.
+    # For SourceMetrics.
+    source_sums: dict[str, float] | None = None
+    source_targets: dict[str, NonNegativeInt] | None = None
+
+    def add(self, counts: dict[str, int]) -> None:
+        """Count one more step, with its rows and tokens."""
+        self.step += 1
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def note_loss(self, loss: float) -> None:
+        """Remember the evaluation loss after this step if it is the best so far."""
+        if loss < self.best_loss:
+            self.best_loss, self.best_checkpoint = loss, checkpoint_name(self.step)
+
+    def count_evaluation(self, loss: float) -> None:
+        """Note whether an evaluation has lowered the loss."""
+        if loss < self.lowest_loss:
+            self.lowest_loss, self.evaluations_in_vain = loss, 0
+        else:
+            self.evaluations_in_vain += 1
+
+    def forget_best(self) -> None:
+        self.best_loss, self.best_checkpoint = Progress.best_loss, Progress.best_checkpoint
+
+    def forget_lowest(self) -> None:
+        self.lowest_loss, self.evaluations_in_vain = Progress.lowest_loss, Progress.evaluations_in_vain
+
+    def is_best(self) -> bool:
+        return self.best_checkpoint == checkpoint_name(self.step)
+
+
+def progress_in(manifest: dict[str, Any]) -> Progress:
+    """What a manifest says. Raises UserError if it is no progress."""
+    try:
+        return TypeAdapter(Progress).validate_python(manifest)
+    except ValidationError as error:
+        raise UserError(describe(error)) from None
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest last. Other names in it, of copies or archives, are not ours."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def save_checkpoint(
+    folder: Path, keep: int, state: dict[str, torch.Tensor], manifest: dict, group: dist.ProcessGroup | None
+) -> None:
+    """All ranks write into a draft. When all are done, the main process gives it its name and deletes old checkpoints.
+
+    Runs in the background: the state is a copy, and the ranks agree in a process group of their own. A process that is
+    killed leaves the draft, which RunFolder.begin() deletes.
+    """
+    final = folder / checkpoint_name(manifest["step"])
+    draft = folder / f".{final.name}.tmp"
+    writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
+    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Returns when all have written.
+    if not is_main_process():
+        return
+    files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(draft.iterdir())}
+    replace_file(draft / "manifest.json", json.dumps({**manifest, "files": files}, indent=2))
+    replace_folder(draft, final)  # In its place can only be a damaged one, which find_checkpoint() passed over.
+    # A checkpoint of a later step is a damaged one, too. It must not count as one of those to keep.
+    up_to_now = [checkpoint for checkpoint in list_checkpoints(folder) if step_of(checkpoint) <= manifest["step"]]
+    for old in up_to_now[:-keep]:
+        if old.name != manifest["best_checkpoint"] and not old.is_symlink():
+            hidden = old.rename(folder / f".{old.name}.old.tmp")  # So that nobody finds it half deleted.
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def verify_checkpoint(folder: Path) -> dict:
+    """The manifest. Raises UserError that names the file that is missing, cut short or altered."""
+    is_model = (folder / "config.json").is_file() and not (folder / "manifest.json").exists()
+    require(not is_model, f"{folder} is a model, and no checkpoint of this script; give it as model.pretrained")
+    inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
+    if inside:
+        raise UserError(f"{folder} is no checkpoint, but has some; give one of them, such as {inside[-1]}")
+    with explained(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        is_whole = isinstance(manifest["config"], dict) and "step" in manifest and manifest["files"]
+        require(is_whole, "it lacks config, step or files")
+        progress_in(manifest)
+        others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
+        require(not others, f"{min(others, default='')} beside it is not of it, and would be read; move it away")
+        for name, (size, crc) in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != size or checksum(path) != crc:
+                raise OSError(f"{path} is not as it was written: its size or checksum differs")
+        return manifest
+
+
+def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
+    """The newest checkpoint that passes verify_checkpoint(), and its manifest. None: start at step 0.
+
+    The folder's own checkpoints go first, so that a run that began with the one that `resume` names can go on.
+    """
+    found = list_checkpoints(folder)[::-1]
+    require(resume != "never" or not found, f"run.resume is never, but {folder} exists; choose another run.output_dir")
+    is_own = folder.resolve() in Path(resume).resolve().parents
+    require(
+        not (found and is_own), "run.resume names a checkpoint of this run; to go back, choose another run.output_dir"
+    )
+    if resume not in ("auto", "never"):
+        if found:
+            say(f"run.resume {resume} is not read, because {folder} has checkpoints of this run.")
+        found = found or [Path(resume)]
+    damage = None
+    for checkpoint in found:
+        try:
+            return checkpoint, verify_checkpoint(checkpoint)
+        except UserError as error:
+            damage = error
+            if checkpoint != found[-1]:
+                say(f"Checkpoint passed over: {error}")
+    if damage:
+        raise damage
+    return None
+
+
+def load_checkpoint(
+    folder: Path, strategy: DDP, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Load into the model and optimizers. The checkpoint may be of another strategy and another number of processes."""
+    state = strategy.state(model, optimizers)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    forget_unused(model, optimizers, saved)
+    # Without the state of a weight that had no gradient before the checkpoint: there is none to load.
+    state = {name: value for name, value in state.items() if name in saved or name.startswith("model.")}
+    with explained(f"{folder} is of another model"):
+        of_others = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.is_meta}
+        surplus = {name for name in saved - state.keys() - of_others if name.startswith("model.")}
+        require(not surplus, f"it also has {min(surplus, default='')}")
+        dcp.load(state, storage_reader=reader)  # In place.
+    strategy.put_back(state, model, optimizers)
+
+
+def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:
+    """Delete the new state of weights of which the checkpoint has none. Up to it they never had a gradient."""
+    for name, parameter in getattr(model, "module", model).named_parameters():
+        name = re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)  # A checkpoint leaves out wrappers.
+        if not any(key.startswith(f"optimizer.state.{name}.") for key in saved):
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)

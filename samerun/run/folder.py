@@ -1,0 +1,183 @@
+"""run.output_dir: its lock, status, metrics and config."""
+
+import functools
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+from samerun.config import Config
+from samerun.errors import UserError, explained, one_line, require, say
+from samerun.files import delete, replace_file
+from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, verify_checkpoint
+
+
+class RunFolder:
+    """run.output_dir. All ranks write checkpoints; the main process writes the rest, and holds the folder's lock."""
+
+    # Seconds to wait for the lock. After a kill of the launcher its ranks may still save: for 20 s, see Stop, or for
+    # 30 s under torchrun.
+    PATIENCE = 45
+
+    def __init__(self, path: str, accelerator: Accelerator):
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.accelerator = accelerator
+        self.is_writer = accelerator.is_main_process
+        self.lock = FileLock(self.path / ".lock")
+        self.logged_step: int | None = None  # None until begin().
+        # Those that this launch will make, the innermost first. A refused launch removes them.
+        self.new_folders = []
+        if self.is_writer:
+            self.new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+
+    def __enter__(self) -> "RunFolder":
+        if self.is_writer:
+            with explained(f"run.output_dir {self.path}: not writable, or in use by another run; choose another"):
+                try:
+                    self.lock.acquire(timeout=0)
+                except Timeout:
+                    holder = self.read_status().get("process", "another process")
+                    say(f"{self.path} is in use, by {holder} if that still runs. Waiting for {self.PATIENCE} s.")
+                    self.lock.acquire(timeout=self.PATIENCE)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """A launch that fails says why in status.json. One that was refused leaves no folder behind."""
+        if self.is_writer:
+            if error and self.logged_step is not None:
+                with suppress(OSError):  # The disk may be full.
+                    self.set_status("failed", self.logged_step, reason=one_line(error) or kind.__name__)
+            with suppress(OSError):  # A parent may hold another run by now.
+                if self.new_folders and os.listdir(self.path) == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    for folder in self.new_folders:
+                        folder.rmdir()
+        # The lock stays until this process ends, or nobody refers to this object: the next launch begins after that.
+
+    def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
+        """What find_checkpoint() finds on the main process, for all ranks."""
+        found = [None]
+        if self.is_writer:
+            is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
+            require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
+            found = [find_checkpoint(resume, self.checkpoints)]
+            self.check_that_nothing_is_lost()
+        broadcast_object_list(found)
+        is_shared = (self.path / ".lock").exists()
+        require(is_shared, f"run.output_dir {self.path} is another folder on this machine; share one")
+        return found[0]
+
+    def check_that_nothing_is_lost(self) -> None:
+        """Raises UserError if this launch would replace what another run, or the user, left here."""
+        if list_checkpoints(self.checkpoints):
+            return  # It continues from them.
+        status, model = self.read_status(), self.path / "model"
+        has_saved = status["status"] in ("stopped", "finished") and status["step"] > 0
+        other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
+        require(not has_saved, f"run.output_dir: {other}; choose another folder")
+        is_ours = status["status"] or not model.exists()
+        require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
+
+    def begin(self, config: Config, step: int) -> None:
+        """Prepare the folder for the steps after `step`: delete what a killed launch left half done, forget the metrics
+        of later steps, and write down config and status."""
+        if not self.is_writer:
+            return
+        for leftover in self.leftovers():
+            delete(leftover)
+        self.forget_metrics_after(step)
+        settings = yaml.safe_dump(config.model_dump(), sort_keys=False)  # The first evaluation is to stay the first.
+        replace_file(self.path / "config.yaml", f"{settings}# {json.dumps(library_versions())}\n")
+        self.log_status(step)
+
+    def log_status(self, step: int) -> None:
+        """The run goes on, and has come to this step."""
+        self.logged_step = step
+        self.set_status("running", step, process=f"process {os.getpid()} on {socket.gethostname()}")
+
+    def leftovers(self) -> list[Path]:
+        """Names that this script alone gives, to what it has not finished to write or to delete."""
+        of_checkpoint = re.compile(r"\.step-\d{8,}(\.old)?\.tmp")
+        hidden = [path for path in self.checkpoints.glob(".step-*.tmp") if of_checkpoint.fullmatch(path.name)]
+        names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
+        return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Later steps will be logged again. A last line that was cut short is removed, too."""
+        metrics = self.path / "metrics.jsonl"
+        metrics.touch()
+        with explained(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
+            lines = metrics.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("}\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= step]
+        replace_file(metrics, "".join(kept))
+
+    def set_status(self, status: str, step: int, **more: str) -> None:
+        if self.is_writer:
+            replace_file(self.path / "status.json", json.dumps({"status": status, "step": step, **more}))
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: the same answer on all ranks, however late a network disk shows them a file. A
+        model that the user has deleted is exported again."""
+        answer = [self.read_status()["status"] == "finished" and (self.path / "model").exists()]
+        broadcast_object_list(answer)
+        return answer[0]
+
+    def read_status(self) -> dict[str, Any]:
+        """What set_status() wrote last. The status is empty in a new folder."""
+        try:
+            return {"status": "", "step": 0} | json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError, TypeError):  # None, or not one of ours.
+            return {"status": "", "step": 0}
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write to metrics.jsonl and to the trackers. JSON knows no NaN or infinity: they become null."""
+        metrics = {name: None if is_not_finite(value) else value for name, value in metrics.items()}
+        if self.is_writer:
+            with open(self.path / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self.log_status(step)
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self.accelerator.log(known, step=step)
+
+
+def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
+    """The checkpoint with the lowest evaluation loss, unless it is gone or damaged: the same answer on all ranks."""
+    best = [None]
+    if folder.is_writer and progress.best_checkpoint and (folder.checkpoints / progress.best_checkpoint).exists():
+        best = [folder.checkpoints / progress.best_checkpoint]
+        try:
+            verify_checkpoint(best[0])
+        except UserError as error:
+            say(f"Best checkpoint passed over: {error}")
+            best = [None]
+    broadcast_object_list(best)
+    return best[0]
+
+
+def is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@functools.cache
+def library_versions() -> dict[str, str]:
+    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
+    versions["python"] = sys.version.split()[0]
+    versions["git"] = subprocess.getoutput("git describe --always --dirty 2> /dev/null")
+    return versions

@@ -1,0 +1,215 @@
+"""The Accelerator, precision, a missing network, signals, the exit status."""
+
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import accelerate
+import datasets
+import huggingface_hub
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, memory
+from safetensors import SafetensorError
+
+from samerun.config import Config
+from samerun.early import CORES
+from samerun.errors import UserError, explained, is_main_process, one_line, require, say
+from samerun.parallel.mesh import ranks_per_row
+from samerun.plan import Plan
+
+
+class Stop:
+    """Stops all ranks after the same step when any of them gets a signal."""
+
+    requested = ""  # The name of the signal. It is the process's, as signals are.
+
+    def __init__(self, accelerator: Accelerator):
+        self.group = new_host_group(accelerator)
+        Stop.requested = ""
+        self.since = 0.0
+        self.launcher = os.getppid()
+        self.is_orphan = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # That of a terminal that is closed, but for nohup.
+            signal.signal(signal.SIGHUP, self.on_signal)
+
+    def on_signal(self, number: int, frame) -> None:
+        # A signal often comes twice, from the terminal and from the launcher, and once more when the launcher ends.
+        # Any other one that comes more than 2 s after the first means: stop at once.
+        now = time.monotonic()
+        launcher_has_ended = os.getppid() != self.launcher and not self.is_orphan
+        if self.requested and now - self.since > 2 and not launcher_has_ended:
+            os._exit(1)
+        if launcher_has_ended:
+            self.is_orphan = True
+            if self.group:  # Time to save, and then the end: if another rank is dead, this one would wait forever.
+                signal.alarm(20)
+        Stop.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.since = self.since or now
+        if is_main_process():
+            with suppress(OSError):  # Ctrl-C has ended `| tee log` as well.
+                # Not by print(), because that may be what the signal has interrupted.
+                os.write(1, f"\n{self.requested}: saving after this step.\n".encode())
+
+    def agreed(self) -> bool:
+        """Whether to stop now: the same answer on every rank. Call it once per step."""
+        if not self.group:
+            return bool(self.requested)
+        wish = torch.tensor(float(bool(self.requested)))
+        dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
+        return bool(wish)
+
+
+def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """A process group over gloo, in which no device has to wait."""
+    return dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+
+
+def start_accelerator(config: Config) -> Accelerator:
+    """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
+    silence_libraries()
+    cpu = not torch.accelerator.is_available()
+    if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch always says 1.
+        torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
+        os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
+        accelerator = Accelerator(
+            cpu=cpu,
+            log_with=config.run.trackers or None,
+            project_dir=f"{config.run.output_dir}/tensorboard",
+            parallelism_config=launched_groups(),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=1,  # Each step sets its own number.
+                adjust_scheduler=False,
+                sync_with_dataloader=False,
+                sync_each_batch=config.batch.sync_each_micro_step,
+            ),
+        )
+        together = launched == accelerator.num_processes
+        require(together, "they do not see each other; use a file of accelerate_configs/")
+        named_alike = is_main_process() == accelerator.is_main_process
+        require(named_alike, "RANK is set without a launcher; unset it")
+        precision = accelerator.mixed_precision
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        has_units = asked != "fp8" or precision == "fp8"  # Accelerate takes fp16 where there are none.
+        require(has_units, "mixed_precision fp8: this device does not multiply in float8; use bf16, or no")
+        check_precision(precision)
+        if precision == "fp8":
+            check_float8(accelerator)
+    missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
+    require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
+    return accelerator
+
+
+def launched_groups() -> accelerate.parallelism_config.ParallelismConfig | None:
+    """What Accelerate is told of the groups of processes, if the launcher file has a section about them.
+
+    Ranks that share rows are sequence parallelism to it in either way. It makes no groups for that, and leaves the
+    model as it is. Its own context parallelism would change the attention.
+    """
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") != "true":
+        return None
+    return accelerate.parallelism_config.ParallelismConfig(sp_size=ranks_per_row(), cp_size=1)
+
+
+def check_precision(precision: str) -> None:
+    # A loss scale is state of its own, which checkpoints would have to hold, and it decides about updates as well.
+    require(precision in ("no", "bf16", "fp8"), f"mixed_precision {precision} is not supported; use bf16, or no")
+
+
+def check_float8(accelerator: Accelerator) -> None:
+    """Raises UserError unless torchao is what multiplies in float8."""
+    recipe = accelerator.ao_recipe_handler
+    require(recipe, "mixed_precision fp8: only torchao's is supported; put --fp8_backend ao after the launcher file")
+    # Accelerate's default is to gather weights in float8. These would be other parameters than the optimizer's under
+    # DDP, and under FSDP2 the first step after a resume would scale them as if nothing had been loaded.
+    recipe.config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
+
+
+def silence_libraries() -> None:
+    """Switch off warnings that mean nothing here, and progress bars that nobody sees."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # From torch's checkpoints, on one process.
+    warnings.filterwarnings("ignore", ".is_gradient_check")  # From peft.
+    # transformers 5.17 does not know the new name of this method.
+    warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
+    # Of FSDP2 around tensor parallelism: logits must not be changed in place, and weights could be gathered faster.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # Of a model that cannot be traced: an error says so in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    if not (is_main_process() and sys.stderr.isatty()):
+        transformers.utils.logging.disable_progress_bar()
+        datasets.utils.logging.disable_progress_bar()
+
+
+def go_offline_without_network(config: Config) -> None:
+    """Otherwise huggingface_hub asks for each file six times, which takes minutes, even if all are in its cache."""
+    sources = [config.data]
+    sources += (config.data.sources or {}).values()
+    sources += config.data.eval_sources.values()
+    names = {config.data.tokenizer, config.model.pretrained, *(source.path for source in sources)}
+    needs_hub = any(not os.path.exists(name) for name in names - {None, "bytes"})
+    if not needs_hub or huggingface_hub.is_offline_mode():
+        return
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
+    except Exception as error:
+        say(f"The Hub cannot be reached ({one_line(error)}). Only what is in its cache can be used.")
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def reseed(seed: int) -> None:
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # Faster, because it does not look for devices.
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def out_of_memory_explained(step: int, plan: Plan):
+    try:
+        yield
+    except RuntimeError as error:
+        if not memory.should_reduce_batch_size(error):
+            raise
+        advice = "that is one row: lower data.sequence_length, set model.gradient_checkpointing, or shard the model"
+        if (smaller := plan.micro_batch_size // 2) > 0:
+            advice = f"set batch.max_micro_batch_size to {smaller} or less; the result will be the same"
+        raise MemoryError(f"out of memory in step {step}: {advice}") from error
+
+
+def exit_status(stopped: bool, stop: Stop) -> int:
+    """0, except for a rank that stopped because of another node's signal: elastic torchrun restarts it if it fails."""
+    is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return int(stopped and not stop.requested and is_elastic)
+
+
+def report(error: BaseException) -> int:
+    """One message for what may happen to a run, and its exit status. Raises the error again if it is a bug."""
+    lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # The rank at the other end says why.
+    if lost and Stop.requested:  # The launcher has asked all ranks to end, because one of them has failed.
+        return 1
+    if lost or not is_main_process():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Until then the launcher ends this rank, so that only one of them speaks. Before the ranks have met, all find
+        # the same error, and the main process may be late.
+        time.sleep(15 if lost or not dist.is_initialized() else 5)
+    disk = isinstance(error, OSError | SafetensorError)
+    expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)
+    if not (disk or lost or expected):
+        raise error
+    note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
+    print(f"error: {str(error) or type(error).__name__}{note}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, UserError) else 1

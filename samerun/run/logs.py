@@ -1,0 +1,122 @@
+"""Means per target, per source; what is printed; curves."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from samerun.data.rows import Mixture
+from samerun.errors import say
+from samerun.model.loss import add_metrics
+from samerun.plan import plan_table
+from samerun.run.checkpoint import Progress
+from samerun.run.setup import Setup
+
+
+def draw_curves(folder: Path) -> None:
+    """curves.png from metrics.jsonl: loss and throughput against tokens."""
+    from matplotlib.figure import Figure  # Not at the top of the file, because only the end of a run needs it.
+
+    lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
+
+    def draw(key: str, axes, style: str) -> None:
+        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
+        points["train/tokens"] /= 1e6
+        points.plot("train/tokens", key, ax=axes, style=style, xlabel="tokens (millions)")
+
+    draw("train/loss", loss, "-")
+    draw("eval/loss", loss, "o-")
+    draw("perf/tokens_per_second", speed, "-")
+    loss.set(title="Loss", ylabel="nats per token")
+    speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
+    figure.savefig(folder / "curves.png", dpi=110)
+
+
+def mean_per_target(metrics: dict[str, torch.Tensor], targets: int) -> dict[str, float]:
+    """The metrics of token_loss() for the logs, NaN where there is no target. Waits for the device."""
+    return {name: value.item() / targets if targets else math.nan for name, value in metrics.items()}
+
+
+class SourceMetrics:
+    """The metrics of each source of a mixture since the last log line, because a single step may not have all sources.
+
+    A stop does not change them: checkpoints hold what they are made of.
+    """
+
+    def __init__(self, progress: Progress):
+        self.sums = {name: torch.tensor(value) for name, value in (progress.source_sums or {}).items()}
+        self.targets = Counter(progress.source_targets)
+
+    def take(self, summed: dict[str, torch.Tensor], targets: dict[str, int]) -> None:
+        """Move the sums of the sources out of those of a step, in which each source has so many targets."""
+        for source in targets:
+            for name in [name for name in summed if name.endswith(f"/{source}")]:
+                add_metrics(self.sums, {name: summed.pop(name)})
+        self.targets.update(targets)
+
+    def note(self, progress: Progress) -> None:
+        """Let the next checkpoint hold them. Waits for the device."""
+        progress.source_sums = {name: value.item() for name, value in self.sums.items()}
+        progress.source_targets = dict(self.targets)
+
+    def read(self) -> dict[str, float]:
+        """NAME/SOURCE per target of the source, and its share of all targets. Begins anew. Waits for the device."""
+        metrics = {}
+        for source, targets in self.targets.items():
+            own = {name: value for name, value in self.sums.items() if name.endswith(f"/{source}")}
+            metrics |= mean_per_target(own, targets)
+            metrics[f"token_share/{source}"] = targets / max(1, self.targets.total())
+        self.sums, self.targets = {}, Counter()
+        return metrics
+
+
+def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
+
+
+def show(step: int, max_steps: int, metrics: dict[str, Any]) -> None:
+    """Print the line of a step."""
+    line = f"step {step:,}/{max_steps:,}"
+    for name in SHOWN:
+        value = metrics.get(name)
+        if value is not None:
+            shown = f"{value:,.0f}" if value > 999 else f"{value:.4g}"
+            line += f"  {name} {shown}"
+    say(line)
+
+
+def announce(setup: Setup, first_batch: dict[str, torch.Tensor]) -> None:
+    """What one wants to check before a long run."""
+    length = setup.config.data.sequence_length
+    targets = first_batch["targets"][-1][:120]
+    example = targets[targets >= 0].tolist()
+    if setup.tokenizer:
+        example = setup.tokenizer.decode(example)
+    say(plan_table(setup.stages))
+    fill = setup.train_data.tokens / len(setup.train_data) / length
+    say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
+    if isinstance(setup.train_data, Mixture):
+        rows = setup.stage_at(setup.max_steps).row_of(setup.max_steps + 1)
+        for name, times in setup.train_data.times_seen(rows).items():
+            part = setup.train_data.sources[name]
+            say(f"Source {name}: {len(part):,} rows, seen {times:.2f} times in the run")
+    only = f", of which {setup.num_trained:,} are trained" if setup.config.model.lora is not None else ""
+    say(f"Model: {setup.num_parameters:,} parameters{only}, {setup.flops_per_token / 1e6:,.1f} MFLOPs per token")
+    say(f"In the loss is, for example: {example!r}")
+    if setup.config.eval.follow or len(setup.eval_data) > 1:
+        rows = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
+        say(f"Evaluations: {', '.join(rows)}; eval/loss is that of {setup.followed()}")
+    if not setup.tokenizer:
+        say("There is no tokenizer to export with the model: data.tokenizer can name the one that made the tokens.")
+    names = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout")
+    layers = [module for module in setup.bare.modules() if isinstance(module, torch.nn.Dropout)]
+    if any(getattr(setup.bare.config, name, 0) for name in names) or any(layer.p for layer in layers):
+        say("Dropout is on: this run is the same only on the same number of processes.")

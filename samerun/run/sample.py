@@ -1,0 +1,81 @@
+"""Continuations of prompts."""
+
+import torch
+import transformers
+
+from samerun.config import Config
+from samerun.errors import require, say
+from samerun.model.attention import attention
+from samerun.model.build import vocabulary_size
+from samerun.run.setup import Setup
+
+
+def encode_prompt(
+    text: str, config: Config, tokenizer: transformers.PreTrainedTokenizerBase
+) -> transformers.BatchEncoding:
+    """A prompt as generate() takes it. With format chat it is the user's first message."""
+    if config.data.format == "chat":
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    prompt = tokenizer(text, return_tensors="pt")  # Some tokenizers begin each text with a token, as in training.
+    if prompt["input_ids"][0, -1:].tolist() == [tokenizer.eos_token_id]:  # And some end it, but the text goes on here.
+        prompt = transformers.BatchEncoding({name: values[:, :-1] for name, values in prompt.items()})
+    return prompt
+
+
+def check_prompts(bare: torch.nn.Module, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a prompt that the model cannot continue, which would end the run at the first evaluation."""
+    vocab_size, more = vocabulary_size(bare), config.eval.max_new_tokens
+    for text in config.eval.prompts:
+        ids = encode_prompt(text, config, tokenizer)["input_ids"]
+        require(ids.numel(), f"eval.prompts: {text!r} has no tokens")
+        highest, length = ids.max(), ids.numel()
+        advice = f"the model's vocabulary is 0 to {vocab_size - 1}; data.tokenizer must be the model's"
+        require(highest < vocab_size, f"eval.prompts: {text!r} has the token id {highest}, {advice}")
+        too_long = f"the {length} tokens of {text!r} and {more} more are beyond the positions of the model"
+        last = length + more - 2  # The last token is not read again.
+        fits = has_position(bare, last) or not has_position(bare, 0)  # Some attention cannot be tried without a GPU.
+        require(fits, f"eval.prompts: {too_long}; lower eval.max_new_tokens, or shorten the prompt")
+
+
+@torch.no_grad()
+def has_position(bare: torch.nn.Module, position: int) -> bool:
+    """Whether the model can read a token there. Positions that are learned end; the others go on."""
+    token, positions = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[position]])
+    try:
+        bare(input_ids=token, position_ids=positions, use_cache=False)
+    except Exception:
+        return False
+    return True
+
+
+def sample(setup: Setup) -> dict[str, str]:
+    """Continuations of the prompts. All ranks make the same ones, because sharded weights need all ranks."""
+    config, tokenizer, accelerator = setup.config.eval, setup.tokenizer, setup.accelerator
+    setup.model.eval()
+    torch.manual_seed(setup.config.run.seed)
+    samples = {}
+    for number, text in enumerate(config.prompts):
+        prompt = encode_prompt(text, setup.config, tokenizer).to(accelerator.device)
+        # Not compiled, because the lengths change, and with the masks of transformers.
+        with (
+            accelerator.autocast(),
+            torch.compiler.set_stance("force_eager"),
+            attention(setup.bare, setup.config.model.attention),
+        ):
+            ids = setup.bare.generate(
+                **prompt,
+                use_cache=True,
+                synced_gpus=accelerator.num_processes > 1,
+                do_sample=config.temperature > 0,
+                temperature=config.temperature or None,
+                max_new_tokens=config.max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id or 0,
+            )
+        is_chat = setup.config.data.format == "chat"  # Show where its turns begin and end.
+        text = tokenizer.decode(ids[0], skip_special_tokens=not is_chat)
+        samples[f"eval/sample_{number}"] = text
+        say(f"--- sample {number}\n{text}\n---")
+    setup.model.train()
+    return samples

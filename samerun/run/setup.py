@@ -1,0 +1,131 @@
+"""What a launch has built before its first step, and whether it fits together."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import memory
+
+from samerun.config import Config, eval_setting
+from samerun.data.batches import StepBatch, collate, load_step
+from samerun.data.rows import Dataset, check_token_ids, longest_row
+from samerun.errors import explained, require
+from samerun.model.loss import joins_documents
+from samerun.model.token_bytes import TokenBytes
+from samerun.parallel.base import DDP
+from samerun.parallel.state import trained_state
+from samerun.plan import Plan, Stage
+from samerun.run.checkpoint import Progress
+from samerun.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a launch builds before its first step. None of it is replaced later."""
+
+    config: Config
+    folder: RunFolder
+    accelerator: Accelerator
+    strategy: DDP
+    tokenizer: transformers.PreTrainedTokenizerBase | None
+    train_data: Dataset
+    eval_data: dict[str, Dataset]  # By the names of the evaluations; the only one has the name "".
+    token_bytes: TokenBytes | None
+    bare: torch.nn.Module  # The model itself.
+    model: torch.nn.Module  # The model as the strategy wrapped it; with FSDP2 the same object.
+    optimizers: list[torch.optim.Optimizer]
+    parameters: list[torch.nn.Parameter]  # All of `model`, also frozen ones; to collect them in every step takes long.
+    stages: list[Stage]
+    max_steps: int
+    flops_per_token: float
+    vocabulary: int  # The number of tokens that the model knows.
+    num_parameters: int
+    num_trained: int  # How many of them are trained.
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Every `every` steps and after the last one; with 0 only after the last one."""
+        return step == self.max_steps or (every > 0 and step % every == 0)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether there is no further step: all are done, or too many evaluations were in vain. All ranks have the same
+        progress, so they give the same answer."""
+        if self.config.run.patience and progress.evaluations_in_vain >= self.config.run.patience:
+            return True
+        return progress.step >= self.max_steps
+
+    @property
+    def plan(self) -> Plan:
+        """That of the global batch, after batch.warmup."""
+        return self.stages[-1].plan
+
+    def stage_at(self, step: int) -> Stage:
+        return [stage for stage in self.stages if stage.first_step <= step][-1]
+
+    def steps_per_epoch(self) -> float:
+        return len(self.train_data) / self.plan.global_batch_size
+
+    def followed(self) -> str:
+        """The name of the evaluation that is eval/loss."""
+        return self.config.eval.follow or next(iter(self.eval_data))
+
+    def eval_rows(self, data: Dataset) -> np.ndarray:
+        return np.arange(len(data))[: self.config.eval.max_rows]
+
+    def load_step(self, step: int) -> StepBatch:
+        rank, device = self.strategy.data_parallel_rank, self.accelerator.device
+        stage, joined = self.stage_at(step), joins_documents(self.bare)
+        return load_step(step, self.train_data, stage, rank, joined, device)
+
+
+def check_sizes(setup: Setup) -> None:
+    """Raises UserError if there are too few rows, steps or targets for this run."""
+    rows, max_steps = len(setup.train_data), setup.max_steps
+    batch = max(stage.plan.global_batch_size for stage in setup.stages)
+    require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
+    check_token_ids(setup.train_data, setup.vocabulary, "the training data")
+    warmup_fits = setup.config.optim.warmup_steps <= max_steps
+    require(warmup_fits, f"optim.warmup_steps exceeds the run's {max_steps} steps")
+    last = setup.stages[-1].first_step
+    reached = f"the global batch begins with step {last}, and the run has {max_steps}"
+    require(last <= max_steps, f"batch.warmup: {reached}; give fewer steps, or [] for none")
+
+
+def check_evaluations(setup: Setup) -> None:
+    """Raises UserError if there is an evaluation without targets, or of tokens that the model does not know."""
+    for name, data in setup.eval_data.items():
+        _, targets = data.sizes(setup.eval_rows(data))
+        setting = f"{eval_setting(name)} or data.eval_fraction"
+        require(targets.any(), f"{setting}: the rows have no target token; check roles or labels")
+        check_token_ids(data, setup.vocabulary, f"the evaluation data {name}".strip())
+
+
+def largest_micro_batch(strategy: DDP, bare: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """The most rows for which all ranks have memory. Each try is a tenth smaller than the one before.
+
+    Unless each rank has the whole model and rows of its own, all devices must be equal: if a single rank fails, the
+    others wait for it forever.
+    """
+    config, accelerator = strategy.config, strategy.accelerator
+    joined = joins_documents(bare)
+    row = longest_row(config.data, joined)
+    most = math.ceil(max(rows for _, rows in config.batch_stages()) / strategy.data_parallel_size)
+    trained_state(bare, optimizers)  # Creates the optimizers' state, which takes memory, too.
+
+    @memory.find_executable_batch_size(starting_batch_size=most)
+    def find(size: int) -> int:
+        batch = collate([row] * size, accelerator.device, joined)
+        for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
+            with accelerator.no_sync(bare), accelerator.autocast():
+                loss, _ = strategy.loss_of(bare, strategy.shard(batch))
+            accelerator.backward(loss * 0)
+        return size
+
+    with explained("batch.max_micro_batch_size: no pass fits, even of one row; lower data.sequence_length or shard"):
+        found = find()
+    bare.zero_grad()
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    return int(accelerator.gather(torch.tensor([found], device=accelerator.device)).min())
