@@ -37,14 +37,12 @@ def test_rows_are_copied_in_the_background(monkeypatch):
     row = np.array([[5, 6, 7], [6, 7, -100], [0, 1, 2]])
     batch = collate([row], CUDA, joined=False)
     assert calls == ["pin_memory", ("cuda", True)] * 2
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "input_ids": [[5, 6, 7]],
-        "targets": [[6, 7, -100]],
-    }
+    assert (batch.input_ids.tolist(), batch.targets.tolist()) == ([[5, 6, 7]], [[6, 7, -100]])
+    assert batch.position_ids is batch.documents is None
     calls.clear()
     batch = collate([row], CUDA, joined=True)
     assert calls == ["pin_memory", ("cuda", True)] * 4
-    assert batch["documents"].lengths == (3,) and batch["documents"].ends.tolist() == [0, 3]
+    assert batch.documents.lengths == (3,) and batch.documents.ends.tolist() == [0, 3]
 
 
 def varlen_attn(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -236,30 +237,32 @@ def test_parts_of_a_row(monkeypatch):
     batch = collate([row], torch.device("cpu"), joined=True)
     parts = shards(monkeypatch, "sp", 4, batch)
     for name, filler in ("input_ids", 5), ("targets", -100), ("position_ids", 0):
-        assert [part[name].shape for part in parts] == [(1, 2)] * 4
-        assert torch.cat([part[name] for part in parts], 1).tolist() == [[*batch[name][0].tolist(), filler]]
+        assert [getattr(part, name).shape for part in parts] == [(1, 2)] * 4
+        assert torch.cat([getattr(part, name) for part in parts], 1).tolist() == [
+            [*getattr(batch, name)[0].tolist(), filler]
+        ]
     for part in parts:
-        assert part["documents"].lengths == (3, 4, 1) and part["documents"].longest == 4
-        assert part["documents"].ends.tolist() == [0, 3, 7, 8] and part["documents"].ends.dtype == torch.int32
+        assert part.documents.lengths == (3, 4, 1) and part.documents.longest == 4
+        assert part.documents.ends.tolist() == [0, 3, 7, 8] and part.documents.ends.dtype == torch.int32
 
 
 def test_pieces_of_a_row(monkeypatch):
     """Of 8 pieces, each of 4 ranks has two that are as far from the begin and from the end."""
     row = np.array([np.arange(5, 19), np.arange(6, 20), [*range(5), *range(9)]])
-    batch = collate([row], torch.device("cpu"), joined=True) | {"source_ends": {"one": 5, "other": 14}}
+    batch = replace(collate([row], torch.device("cpu"), joined=True), source_ends={"one": 5, "other": 14})
     parts = shards(monkeypatch, "cp", 4, batch)
-    assert [part["input_ids"][0].tolist() for part in parts] == [
+    assert [part.input_ids[0].tolist() for part in parts] == [
         [5, 6, 5, 5], [7, 8, 17, 18], [9, 10, 15, 16], [11, 12, 13, 14],
     ]  # fmt: skip
-    assert parts[0]["targets"].tolist() == [[6, 7, -100, -100]] and parts[1]["position_ids"].tolist() == [[2, 3, 7, 8]]
+    assert parts[0].targets.tolist() == [[6, 7, -100, -100]] and parts[1].position_ids.tolist() == [[2, 3, 7, 8]]
     # Of tokens 4 and 5, one ends the first document, and one begins the second one. Tokens 10 and 11 are in the latter.
-    early, late = parts[2]["documents"].row_pieces
+    early, late = parts[2].documents.row_pieces
     assert (early.own.lengths, early.own.ends.tolist(), early.begin) == ((1, 1), [0, 1, 2], 0)
     assert (early.seen.lengths, early.seen.ends.tolist(), early.seen.longest) == ((5, 1), [0, 5, 6], 5)
     assert (late.own.lengths, late.begin, late.seen.lengths, late.own.longest) == ((2,), 5, (7,), 2)
     assert {part.ends.dtype for piece in (early, late) for part in (piece.own, piece.seen)} == {torch.int32}
     # The tokens of a rank are those of the first source before those of the other one, as in the row.
-    assert [list(part["source_ends"].values()) for part in parts] == [[2, 2], [2, 4], [1, 4], [0, 4]]
+    assert [list(part.source_ends.values()) for part in parts] == [[2, 2], [2, 4], [1, 4], [0, 4]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -269,8 +272,8 @@ def test_all_ranks_have_as_much_to_compute(monkeypatch, size):
     parts = shards(monkeypatch, "cp", size, collate([row], torch.device("cpu"), joined=True))
     work = []
     for part in parts:
-        positions = part["position_ids"][0] + 1
-        assert sum(piece.seen.lengths[0] for piece in part["documents"].row_pieces) == 48 + 48 / (2 * size)
+        positions = part.position_ids[0] + 1
+        assert sum(piece.seen.lengths[0] for piece in part.documents.row_pieces) == 48 + 48 / (2 * size)
         work.append(int(positions.sum()))
     assert work == [48 * 49 / 2 / size] * size
 
@@ -287,7 +290,7 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
     query = torch.randn(1, 6, count, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, count, 8, requires_grad=True) for _ in range(2))
     module, options = SimpleNamespace(num_key_value_groups=3, is_causal=True), {"sliding_window": window}
-    expected, _ = document_attention(module, query, key, value, None, batch["documents"], **options)
+    expected, _ = document_attention(module, query, key, value, None, batch.documents, **options)
     direction = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * direction).sum(), (query, key, value))
 
@@ -298,7 +301,7 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
     for rank, part in enumerate(shards(monkeypatch, "cp", size, batch)):
         own = rank, 2 * size - 1 - rank
         queries = torch.cat([pieces[number] for number in own], dim=2)
-        output, _ = document_attention(module, queries, key, value, None, part["documents"], **options)
+        output, _ = document_attention(module, queries, key, value, None, part.documents, **options)
         for number, states in zip(own, output.chunk(2, dim=1)):
             found[number] = states
     found = torch.cat(found, dim=1)

@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -42,8 +41,29 @@ class RowPiece:
     mask_of: Callable  # causal_mask(), which remembers masks as long as the piece lives: all layers need the same.
 
 
-def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[str, Any]:
-    """A micro-batch: its rows joined to a single one, or padded to the same length."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass computes on: some rows, joined to a single one or padded to the same length.
+
+    A task of another kind has a class of its own here. It is made by collate() and read by the loss; the loop, the plan
+    and the checkpoints do not look inside.
+    """
+
+    input_ids: torch.Tensor | None  # int64 [rows, tokens]. None behind the first layers of a pipeline.
+    targets: torch.Tensor  # int64 [rows, tokens]: the token that follows, or -100 where none is to be learned.
+    position_ids: torch.Tensor | None = None  # int64 [rows, tokens], from 0 in each document. None: from 0 in each row.
+    documents: Documents | None = None  # Of a single row of joined documents. None for rows with padding.
+    source_ends: dict[str, int] = field(default_factory=dict)  # Where the tokens of each source of a mixture end.
+    inputs_embeds: torch.Tensor | None = None  # [1, tokens, width], in place of the ids.
+
+    @property
+    def length(self) -> int:
+        """In tokens, padding included."""
+        return self.targets.shape[1]
+
+
+def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> MicroBatch:
+    """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
     arrays = join_rows(rows) if joined else pad_rows(rows)
     batch = {}
     for name, array in arrays.items():
@@ -54,7 +74,7 @@ def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> dict[
     if joined:
         lengths = np.diff(arrays["ends"]).tolist()
         batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"))
-    return batch
+    return MicroBatch(**batch)
 
 
 def join_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -66,17 +86,20 @@ def join_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
     return joined | {"ends": np.append(starts, tokens.shape[1]).astype(np.int32)}
 
 
-def lengthen(batch: dict[str, Any], length: int) -> dict[str, Any]:
+def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
     """A micro-batch of one row with more tokens at its end: documents of one token that is no target."""
-    documents, before = batch["documents"], batch["targets"].shape[1]
+    documents, before = batch.documents, batch.length
     missing = length - before
-    more_ids = batch["input_ids"][:, :1].expand(1, missing)  # Real ones, see Dataset.read_rows().
-    longer = {"input_ids": torch.cat((batch["input_ids"], more_ids), dim=1)}
-    for name, value in ("targets", -100), ("position_ids", 0):
-        longer[name] = F.pad(batch[name], (0, missing), value=value)
+    more_ids = batch.input_ids[:, :1].expand(1, missing)  # Real ones, see Dataset.read_rows().
     more = torch.arange(before + 1, length + 1, device=documents.ends.device, dtype=torch.int32)
     lengths, ends = (*documents.lengths, *[1] * missing), torch.cat((documents.ends, more))
-    return batch | longer | {"documents": replace(documents, lengths=lengths, ends=ends)}
+    return replace(
+        batch,
+        input_ids=torch.cat((batch.input_ids, more_ids), dim=1),
+        targets=F.pad(batch.targets, (0, missing), value=-100),
+        position_ids=F.pad(batch.position_ids, (0, missing)),
+        documents=replace(documents, lengths=lengths, ends=ends),
+    )
 
 
 def pad_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -106,7 +129,7 @@ class StepBatch:
     """The global batch of one step."""
 
     step: int
-    micro_batches: list[dict[str, Any]]  # What this rank computes on.
+    micro_batches: list[MicroBatch]  # What this rank computes on.
     counts: dict[str, int]  # What all ranks together compute on.
     source_targets: dict[str, int]  # The target tokens of each source of a mixture.
 
@@ -120,8 +143,8 @@ def load_step(step: int, data: Dataset, stage: Stage, rank: int, joined: bool, d
     source_targets = {}
     if isinstance(data, Mixture):
         source_targets = data.by_source(rows, targets)
-        for batch, own in zip(micro_batches, own_rows):
-            batch["source_ends"] = data.source_ends(own, joined)
+        ends = [data.source_ends(own, joined) for own in own_rows]
+        micro_batches = [replace(batch, source_ends=own) for batch, own in zip(micro_batches, ends)]
     # Every rank works out what the others process, so no count ever needs communication.
     counts = {
         "rows": len(rows),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from samerun.data.batches import ends_from
+from samerun.data.batches import MicroBatch, ends_from
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
@@ -28,12 +28,12 @@ def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) 
 
 
 def compute_loss(
-    model: torch.nn.Module, batch: dict[str, Any], token_loss: Callable, chunked: bool = False
+    model: torch.nn.Module, batch: MicroBatch, token_loss: Callable, chunked: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """token_loss() of a micro-batch, all as sums. With `chunked`, the logits of a few tokens at a time."""
     bare = getattr(model, "module", model)  # Without DDP's wrapper.
     inputs = model_inputs(bare, batch)
-    targets, source_ends = batch["targets"].flatten(), batch.get("source_ends", {})
+    targets, source_ends = batch.targets.flatten(), batch.source_ends
     if chunked:
         return loss_in_chunks(model, inputs, targets, source_ends, token_loss)
     loss, metrics = token_loss(model(**inputs).logits.flatten(0, 1), targets)
@@ -46,11 +46,12 @@ def joins_documents(bare: torch.nn.Module) -> bool:
     return attention == DOCUMENTS or "flash" in attention
 
 
-def model_inputs(bare: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the model's forward() takes, for a batch of collate()."""
-    inputs = {name: value for name, value in batch.items() if name not in ("targets", "source_ends")}
+def model_inputs(bare: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
+    """What the model's forward() takes."""
+    names = ("input_ids", "inputs_embeds", "position_ids", "documents")
+    inputs = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
     inputs["use_cache"] = False  # transformers keeps packed documents apart only without a cache.
-    if "documents" in batch and bare.config._attn_implementation != DOCUMENTS:
+    if batch.documents and bare.config._attn_implementation != DOCUMENTS:
         documents = inputs.pop("documents")  # The flash attention of transformers has its own words for them.
         inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = documents.ends
         inputs["max_length_q"] = inputs["max_length_k"] = documents.longest

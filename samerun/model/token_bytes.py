@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from samerun.config import Data
+from samerun.data.batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,10 @@ class TokenBytes:
     first: torch.Tensor
     opens: torch.Tensor
 
-    def count(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def count(self, batch: MicroBatch) -> torch.Tensor:
         """The bytes of all target tokens of a micro-batch."""
-        is_target = batch["targets"] != -100
-        targets, before = batch["targets"][is_target], batch["input_ids"][is_target]
+        is_target = batch.targets != -100
+        targets, before = batch.targets[is_target], batch.input_ids[is_target]
         return torch.where(self.opens[before], self.first[targets], self.inside[targets]).sum()
 
 

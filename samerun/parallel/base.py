@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from samerun.config import Config
+from samerun.data.batches import MicroBatch
 from samerun.errors import require
 from samerun.model.loss import add_metrics
 from samerun.parallel.state import full, trained_state
@@ -68,12 +68,12 @@ class DDP:
         model, *_ = self.accelerator.prepare(model, *optimizers)
         return model
 
-    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: MicroBatch) -> MicroBatch:
         """What this rank computes of a micro-batch of collate()."""
         return batch
 
     def forward_backward(
-        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+        self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
         """Leave in .grad the gradient of the loss, summed over all ranks and their micro-batches, times `scale`.
 
@@ -93,7 +93,7 @@ class DDP:
             add_metrics(metrics, metrics_of_batch)
         return metrics
 
-    def evaluate(self, model: torch.nn.Module, micro_batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def evaluate(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         """The metrics of token_loss(), summed over micro-batches of shard()."""
         metrics = {}
         for batch in micro_batches:

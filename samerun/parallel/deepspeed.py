@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import transformers
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samerun.config import Config
-from samerun.data.batches import collate
+from samerun.data.batches import MicroBatch, collate
 from samerun.errors import require
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_row
@@ -106,7 +105,7 @@ class DeepSpeed(Sharded):
         self.zero_gradients([self.zero])
 
     def forward_backward(
-        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+        self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
         """As DDP, but the gradients are in memory of DeepSpeed, which sums over the ranks in every micro-step."""
         metrics = {}

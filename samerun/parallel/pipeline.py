@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleLo
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from samerun.config import Config
-from samerun.data.batches import collate, lengthen
+from samerun.data.batches import MicroBatch, collate, lengthen
 from samerun.errors import explained, require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
@@ -97,7 +96,7 @@ class Pipeline(DDP):
         dist.barrier(group=self.ranks)  # NCCL makes a group at its first use, which should not be in a schedule.
 
     def forward_backward(
-        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+        self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
         metrics = self.run(micro_batches, scale)
         self.add_up_replicas(model)
@@ -113,12 +112,12 @@ class Pipeline(DDP):
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=self.meshes.get_group("data"))
 
-    def evaluate(self, model: torch.nn.Module, micro_batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def evaluate(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         return self.run(micro_batches, scale=None)
 
-    def run(self, micro_batches: list[dict[str, Any]], scale: float | None) -> dict[str, torch.Tensor]:
+    def run(self, micro_batches: list[MicroBatch], scale: float | None) -> dict[str, torch.Tensor]:
         """Forward passes and, with a scale, backward passes. All ranks of a pipeline get the summed metrics."""
-        longest = max(batch["targets"].shape[1] for batch in micro_batches)  # What is passed on has one shape,
+        longest = max(batch.length for batch in micro_batches)  # What is passed on has one shape,
         length = math.ceil(longest / 128) * 128  # and not many in a run.
         micro_batches = [lengthen(batch, length) for batch in micro_batches]
         metrics = {}
@@ -209,7 +208,7 @@ class PipelineFSDP2(Pipeline, Sharded):
         shard_layers(model, self.meshes["data"], self.accelerator)
 
     def forward_backward(
-        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+        self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
         model.set_requires_gradient_sync(self.config.batch.sync_each_micro_step)
         for chunk in self.chunks.values():
@@ -244,10 +243,9 @@ class ModelChunk(torch.nn.Module):
 
     def forward(self, states: torch.Tensor | None = None, number: torch.Tensor | None = None) -> torch.Tensor:
         """The states after these layers, [1, tokens, width], or the loss, [1], of one of the micro-batches."""
-        batch = dict(self.micro_batches[int(number)])
+        batch = self.micro_batches[int(number)]
         if not self.is_first:
-            del batch["input_ids"]
-            batch["inputs_embeds"] = states
+            batch = replace(batch, input_ids=None, inputs_embeds=states)
         with replaced(self.bare.get_decoder(), "layers", self.layers):
             if self.is_last:
                 loss, metrics = self.loss_of(self.bare, batch)
@@ -261,7 +259,7 @@ class ModelChunk(torch.nn.Module):
         return returned
 
 
-def states_of(bare: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+def states_of(bare: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """What the layers return, before the last norm and the logits."""
     found = []
 
@@ -305,11 +303,11 @@ def divide_layers(bare: torch.nn.Module, count: int, loss_of: Callable, setting:
     return chunks
 
 
-def leaves_states_alone(bare: torch.nn.Module, batch: dict[str, Any], loss_of: Callable) -> bool:
+def leaves_states_alone(bare: torch.nn.Module, batch: MicroBatch, loss_of: Callable) -> bool:
     """Whether forward() does nothing with states before and after the layers, such as the dropout of embeddings."""
     nothing = ModelChunk(bare, range(1, 1), loss_of)
     nothing.micro_batches = [batch]
-    states = torch.rand(*batch["input_ids"].shape, bare.config.get_text_config().hidden_size, dtype=bare.dtype)
+    states = torch.rand(*batch.input_ids.shape, bare.config.get_text_config().hidden_size, dtype=bare.dtype)
     return torch.equal(nothing(states, torch.tensor([0])), states)
 
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from samerun.config import Config
-from samerun.data.batches import Documents, ends_in, lengthen
+from samerun.data.batches import Documents, MicroBatch, ends_in, lengthen
 from samerun.errors import require
 from samerun.model.attention import DOCUMENTS, piece_of
 from samerun.parallel.base import DDP
@@ -72,17 +71,17 @@ class SharedRows:
             is_short = self.config.data.sequence_length <= short
             require(is_short, f"{self.setting}: the rope of this {name} needs data.sequence_length <= {short}")
 
-    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: MicroBatch) -> MicroBatch:
         """The tokens of this rank. All ranks have as many."""
         count = self.size * len(self.own_pieces())
-        length = math.ceil(batch["targets"].shape[1] / count)
+        length = math.ceil(batch.length / count)
         batch = lengthen(batch, length * count)
         pieces = [(number * length, (number + 1) * length) for number in self.own_pieces()]
-        part = {"documents": self.documents_of(batch["documents"], pieces)}
+        part = {}
         for name in "input_ids", "targets", "position_ids":
-            part[name] = torch.cat([batch[name][:, begin:end] for begin, end in pieces], dim=1)
-        part["source_ends"] = ends_in(batch.get("source_ends", {}), pieces)
-        return part
+            part[name] = torch.cat([getattr(batch, name)[:, begin:end] for begin, end in pieces], dim=1)
+        documents = self.documents_of(batch.documents, pieces)
+        return MicroBatch(**part, documents=documents, source_ends=ends_in(batch.source_ends, pieces))
 
     def documents_of(self, documents: Documents, pieces: list[tuple[int, int]]) -> Documents:
         """What the attention wants to know about the documents of a row."""

@@ -3,7 +3,6 @@
 import fnmatch
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import DistributedConfig
 
 from samerun.config import Config
+from samerun.data.batches import MicroBatch
 from samerun.errors import explained, require
 from samerun.parallel.base import Division, Sharded
 from samerun.parallel.fsdp import check_sharding, shard_layers, sharded_division
@@ -117,7 +117,7 @@ class TensorParallel(Sharded):
         """There is one group only."""
 
     def forward_backward(
-        self, model: torch.nn.Module, micro_batches: list[dict[str, Any]], scale: float
+        self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
         metrics = super().forward_backward(model, micro_batches, scale)
         for parameter in self.partial:

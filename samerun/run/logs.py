@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from samerun.data.batches import MicroBatch
 from samerun.data.rows import Mixture
 from samerun.errors import say
 from samerun.model.loss import add_metrics
@@ -93,10 +94,10 @@ def show(step: int, max_steps: int, metrics: dict[str, Any]) -> None:
     say(line)
 
 
-def announce(setup: Setup, first_batch: dict[str, torch.Tensor]) -> None:
+def announce(setup: Setup, first_batch: MicroBatch) -> None:
     """What one wants to check before a long run."""
     length = setup.config.data.sequence_length
-    targets = first_batch["targets"][-1][:120]
+    targets = first_batch.targets[-1][:120]
     example = targets[targets >= 0].tolist()
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)

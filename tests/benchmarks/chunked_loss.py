@@ -32,7 +32,7 @@ def loss_by_torch(model, batch):
 
     states = model.model(**model_inputs(model, batch))[0].flatten(0, 1)
     options = torch.nn.LinearCrossEntropyOptions()
-    arguments = states, model.lm_head.weight.to(states.dtype), batch["targets"].flatten()
+    arguments = states, model.lm_head.weight.to(states.dtype), batch.targets.flatten()
     return torch.nn.functional.linear_cross_entropy(*arguments, reduction="sum", options=options)
 
 
