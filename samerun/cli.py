@@ -15,14 +15,14 @@ from samerun.config import BatchStage, Config, Source, WeightedSource, config_fi
 from samerun.errors import UserError, one_line, require
 
 
-def help_text(story: str) -> str:
+def help_text(story: str, kind: type[Config]) -> str:
     """All settings, below the docstring of train.py."""
     text = f"{story}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
-    sections = Config.model_json_schema()["$defs"]
-    for path, field in config_fields().items():
+    sections = kind.model_json_schema()["$defs"]
+    for path, field in config_fields(kind).items():
         section, name = path.split(".")
-        kind = type_words(sections[section.capitalize()]["properties"][name])
-        text += f"\n  --{path}  {kind}, default {json.dumps(field.default)}\n      {field.description}"
+        words = type_words(sections[section.capitalize()]["properties"][name])
+        text += f"\n  --{path}  {words}, default {json.dumps(field.default)}\n      {field.description}"
     return text
 
 
@@ -44,7 +44,7 @@ def type_words(schema: dict[str, Any]) -> str:
     return plain[schema["type"]]
 
 
-def describe(error: ValidationError) -> str:
+def describe(error: ValidationError, kind: type[Config] = Config) -> str:
     """One line per problem: the dotted path, what is wrong, and what was given."""
     # How pydantic and our tags name the choices of a setting.
     union_branch = re.compile(r"constrained-int|literal\[.*|function-\w+\[.*|list\[.*|one source|several sources")
@@ -52,7 +52,7 @@ def describe(error: ValidationError) -> str:
     for problem in error.errors():
         path = ".".join(part for part in map(str, problem["loc"]) if not union_branch.fullmatch(part))
         if problem["type"] == "extra_forbidden":
-            text = f"unknown key; {nearest_setting(path)}"
+            text = f"unknown key; {nearest_setting(path, kind)}"
         elif problem["type"] == "value_error":
             text = str(problem["ctx"]["error"])
         else:
@@ -137,11 +137,11 @@ FOREIGN_NAMES = {
 }
 
 
-def nearest_setting(path: str) -> str:
+def nearest_setting(path: str, kind: type[Config]) -> str:
     """A hint for a key that does not exist: the same name in another section, another trainer's, or a similar one."""
     if path.startswith("batch.warmup."):
         return f"a stage has {', '.join(BatchStage.model_fields)}"
-    known = list(config_fields())
+    known = config_fields(kind)
     section, _, key = path.rpartition(".")
     if path in known:
         return f"write it as {section}: and, indented below, {key}:"
@@ -153,16 +153,16 @@ def nearest_setting(path: str) -> str:
         return f"did you mean {section}.{in_evaluation[0]}?"
     foreign = FOREIGN_NAMES.get(key.replace("-", "_"))
     if foreign:
-        return f"did you mean {foreign}? {config_fields()[foreign].description}"
+        return f"did you mean {foreign}? {known[foreign].description}"
     elsewhere = [name for name in known if name.split(".")[1] == key]
     siblings = [name.split(".")[1] for name in known if name.startswith(f"{section}.")]
     similar = difflib.get_close_matches(key, siblings, cutoff=0.2)  # So low that lr finds learning_rate.
-    anywhere = difflib.get_close_matches(path, [*known, *Config.model_fields])
+    anywhere = difflib.get_close_matches(path, [*known, *kind.model_fields])
     near = [*elsewhere, *(f"{section}.{name}" for name in similar), *anywhere]
     return f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
 
 
-def load_config(argv: list[str]) -> tuple[Config, list[int]]:
+def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, list[int]]:
     """The validated config of a command line, and the process counts of --plan. Raises UserError for anything else."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="append", default=[])
@@ -183,9 +183,9 @@ def load_config(argv: list[str]) -> tuple[Config, list[int]]:
             require(is_setting and has_value, "not --section.field VALUE")
             override(settings, name[2:], value)
             given += [f"{name[2:]}:", f"{name[2:]}."]  # So may begin what is said about it.
-        return Config.model_validate(OmegaConf.to_container(settings)), args.plan
+        return kind.model_validate(OmegaConf.to_container(settings)), args.plan
     except ValidationError as error:
-        problems = describe(error)
+        problems = describe(error, kind)
         is_given = problems.startswith(tuple(given))
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError, OmegaConfBaseException) as error:

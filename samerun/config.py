@@ -400,16 +400,16 @@ def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
     return counts
 
 
-def may_change(name: str) -> bool:
+def may_change(kind: type[Config], name: str) -> bool:
     """Whether a run may be continued with another value of this setting; `name` is its dotted path, or longer."""
-    field = config_fields().get(".".join(name.split(".")[:2]))
+    field = config_fields(kind).get(".".join(name.split(".")[:2]))
     return field is not None and MAY_CHANGE in field.metadata
 
 
-def config_fields() -> dict[str, Any]:
-    """Every setting by its dotted path."""
+def config_fields(kind: type[Config]) -> dict[str, Any]:
+    """Every setting by its dotted path, those of a fork included, whose class of configs has more sections."""
     known = {}
-    for section, holder in Config.model_fields.items():
+    for section, holder in kind.model_fields.items():
         for name, field in holder.annotation.model_fields.items():
             known[f"{section}.{name}"] = field
     return known

@@ -377,4 +377,4 @@ def test_epochs_and_an_empty_source(tmp_path):
 
 
 def test_help_names_the_mapping():
-    assert "--data.sources  dict[str, WeightedSource] | None, default null" in help_text(train.__doc__)
+    assert "--data.sources  dict[str, WeightedSource] | None, default null" in help_text(train.__doc__, train.Settings)

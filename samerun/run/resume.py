@@ -57,7 +57,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
 
     checkpoint, manifest = found
     if not run.allow_changes:
-        check_unchanged(checkpoint, manifest["config"], record["config"])
+        check_unchanged(type(setup.config), checkpoint, manifest["config"], record["config"])
     progress = progress_in(manifest)
     require(
         progress.step <= setup.max_steps,
@@ -77,18 +77,18 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     return progress
 
 
-def check_unchanged(checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_unchanged(kind: type[Config], checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises UserError if the config or the data has changed so much that this would be another run."""
     require(
         theirs.get("order of the rows") == ORDER,
         f"{checkpoint} is of another version of train.py, which shuffles the rows in another order. Finish the run "
         "with that version, choose a new run.output_dir, or continue in the new order: --run.allow_changes true",
     )
-    defaults = flatten(Config.model_construct().model_dump())  # For settings that are newer than the checkpoint.
+    defaults = flatten(kind.model_construct().model_dump())  # For settings that are newer than the checkpoint.
     changed = []
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if before != now and not may_change(name):
+        if before != now and not may_change(kind, name):
             changed.append(f"  {name}: {before!r} in the checkpoint, {now!r} now")
     if changed:
         advice = "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"

@@ -3,6 +3,7 @@
 A fork here is a script that imports train.py and replaces one of its functions; test_fork.py changes the file itself.
 """
 
+import functools
 import json
 import re
 
@@ -176,7 +177,55 @@ def test_a_setting_that_older_checkpoints_do_not_know(task, tmp_path):
     assert "  optim.of_a_fork: 3 in the checkpoint, None now" in unknown.output
 
 
-def test_a_new_setting_counts_as_mathematics(monkeypatch):
+OWN = """class Own(Section):
+    z_weight: float = 0.0
+    \"\"\"Weight of the z-loss.\"\"\"
+    note: MayChange[str] = ""
+    \"\"\"Changes nothing.\"\"\"
+"""
+
+
+@pytest.fixture
+def with_own_settings(tmp_path):
+    """train.py with two settings in Own, one of which is handed to the loss where the loss is handed down."""
+    source = (ROOT / "train.py").read_text()
+    for old, new in (
+        (re.search(r"^class Own.*?\n\n", source, re.M | re.S)[0], f"{OWN}\n"),
+        ("import Config, Optim, Section", "import Config, MayChange, Optim, Section"),
+        ("token_loss=token_loss, chunked", "token_loss=functools.partial(token_loss, z=config.own.z_weight), chunked"),
+        ("def token_loss(logits: torch.Tensor, targets: torch.Tensor)", "def token_loss(logits, targets, z)"),
+        ("return cross_entropy.sum(), {", "return (cross_entropy + z * logits.logsumexp(-1) ** 2).sum(), {"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    script = tmp_path / "fork.py"
+    script.write_text(source)
+    return {"script": script, "processes": None, "env": {"PYTHONPATH": str(ROOT)}}
+
+
+@pytest.mark.slow
+def test_settings_of_a_fork(task, tmp_path, with_own_settings):
+    """They stand in train.py, and are settings like any other: in the YAML, --help, hints, and where a run goes on."""
+    config, *_ = task
+    how = with_own_settings
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain.mkdir()
+    other.mkdir()
+    done = launch(plain, config, "--own.note", "first", **how)
+    assert "note: first" in (done.folder / "config.yaml").read_text()
+    more = "--run.max_steps", STEPS + 1
+    assert launch(plain, config, *more, "--own.note", "second", **how).status["step"] == STEPS + 1
+    refused = launch(plain, config, "--run.max_steps", STEPS + 2, "--own.z_weight", 0.1, **how, expect=2).output
+    assert "  own.z_weight: 0.0 in the checkpoint, 0.1 now" in refused
+    assert difference(launch(other, config, "--own.z_weight", 0.1, **how).weights, done.weights) > 1e-5
+    assert "did you mean own.z_weight?" in launch(other, config, "--own.z_wieght", 1, **how, expect=2).output
+    assert (
+        "--own.z_weight  float, default 0.0\n      Weight of the z-loss."
+        in launch(other, config, "--help", **how).output
+    )
+
+
+def test_a_new_setting_counts_as_mathematics():
     """Unless it says otherwise."""
 
     class OptimOfFork(Optim):
@@ -186,6 +235,6 @@ def test_a_new_setting_counts_as_mathematics(monkeypatch):
     class ConfigOfFork(Config):
         optim: OptimOfFork = OptimOfFork()
 
-    monkeypatch.setattr("samerun.config.Config", ConfigOfFork)
-    assert not may_change("optim.of_a_fork") and not may_change("optim.learning_rate")
-    assert may_change("optim.and_harmless") and may_change("run.log_every")
+    changeable = functools.partial(may_change, ConfigOfFork)
+    assert not changeable("optim.of_a_fork") and not changeable("optim.learning_rate")
+    assert changeable("optim.and_harmless") and changeable("run.log_every")
