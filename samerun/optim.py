@@ -20,17 +20,18 @@ class Guard:
     def __init__(self, max_skipped_steps: int, skipped_steps: int, skipped_in_a_row: int, device: torch.device):
         self.max_skipped_steps = max_skipped_steps
         # The number of skipped updates since step 0, and how many of them were the last ones, in a row.
-        self.counters = torch.tensor([skipped_steps, skipped_in_a_row], device=device)
+        self.skipped_steps = torch.tensor(skipped_steps, device=device)
+        self.skipped_in_a_row = torch.tensor(skipped_in_a_row, device=device)
 
     def skip(self) -> None:
         """Count a step without an update, which is no sign of trouble."""
-        self.counters = self.counters + torch.tensor([1, 0], device=self.counters.device)
+        self.skipped_steps = self.skipped_steps + 1
 
     def update(self, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Call the optimizers, unless a value is not finite or too many updates in a row were skipped already."""
-        skipped, in_a_row = self.counters
-        bad = ~torch.isfinite(loss + grad_norm) | (in_a_row > self.max_skipped_steps)
-        self.counters = torch.stack((skipped + bad, (in_a_row + 1) * bad))
+        bad = ~torch.isfinite(loss + grad_norm) | (self.skipped_in_a_row > self.max_skipped_steps)
+        self.skipped_steps = self.skipped_steps + bad
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * bad
         if all(is_fused(optimizer) for optimizer in optimizers):
             for optimizer in optimizers:
                 optimizer.found_inf = bad.float()
@@ -41,7 +42,7 @@ class Guard:
 
     def read(self) -> tuple[int, int]:
         """The two counters. Waits for the device."""
-        skipped, in_a_row = self.counters.tolist()
+        skipped, in_a_row = torch.stack((self.skipped_steps, self.skipped_in_a_row)).tolist()
         return skipped, in_a_row
 
 

@@ -67,6 +67,8 @@ def deal_out(lengths: np.ndarray, count: int, size: int) -> list[np.ndarray]:
     The longest row that is left goes to the piece with the fewest tokens (Graham, "Bounds on Multiprocessing Timing
     Anomalies", 1969). The pieces come in the order of their tokens.
     """
+    if count == 1:
+        return [np.argsort(-lengths, kind="stable")]
     pieces = [[] for _ in range(count)]
     open_pieces = [(0, number) for number in range(count)]  # A heap of tokens and number of piece.
     for row in np.argsort(-lengths, kind="stable").tolist():

@@ -51,6 +51,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor | None  # int64 [rows, tokens]. None behind the first layers of a pipeline.
     targets: torch.Tensor  # int64 [rows, tokens]: the token that follows, or -100 where none is to be learned.
+    learned: np.ndarray  # int64: where targets, as a single row, are not -100. The host knows it without asking.
     position_ids: torch.Tensor | None = None  # int64 [rows, tokens], from 0 in each document. None: from 0 in each row.
     documents: Documents | None = None  # Of a single row of joined documents. None for rows with padding.
     source_ends: dict[str, int] = field(default_factory=dict)  # Where the tokens of each source of a mixture end.
@@ -65,16 +66,20 @@ class MicroBatch:
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> MicroBatch:
     """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
     arrays = join_rows(rows) if joined else pad_rows(rows)
-    batch = {}
-    for name, array in arrays.items():
-        tensor = torch.from_numpy(array)
-        if device.type == "cuda":
-            tensor = tensor.pin_memory()  # The copy then runs in the background.
-        batch[name] = tensor.to(device, non_blocking=True)
+    batch = {name: to_device(array, device) for name, array in arrays.items()}
     if joined:
-        lengths = np.diff(arrays["ends"]).tolist()
+        ends = arrays["ends"].tolist()
+        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
         batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"))
-    return MicroBatch(**batch)
+    return MicroBatch(**batch, learned=np.flatnonzero(arrays["targets"] != -100))
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that the host need not wait for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # The copy then runs in the background.
+    return tensor.to(device, non_blocking=True)
 
 
 def join_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -178,9 +183,14 @@ class Batches:
         self.next_step = end
 
 
-def ends_from(source_ends: dict[str, int], start: int) -> dict[str, int]:
-    """Where the sources end in those of the tokens that are left from `start` on."""
-    return {source: max(0, end - start) for source, end in source_ends.items()}
+def places_in(places: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:
+    """Where tokens at sorted places of a row are in some pieces of it, each with its begin and end, that are joined."""
+    found, before = [], 0
+    for begin, end in pieces:
+        first, last = np.searchsorted(places, (begin, end))
+        found.append(places[first:last] - begin + before)
+        before += end - begin
+    return np.concatenate(found)
 
 
 def ends_in(source_ends: dict[str, int], pieces: list[tuple[int, int]]) -> dict[str, int]:

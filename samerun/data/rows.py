@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from samerun.config import Data
-from samerun.data.order import shuffle
+from samerun.data.order import Order, shuffle
 from samerun.errors import require
 
 
@@ -31,7 +31,7 @@ class Dataset:
             return np.asarray(np.memmap(folder / name, np.int64, "r"))  # A plain array is quicker than a memmap.
 
         self.index = index
-        self.seed = seed
+        self.order = Order(len(self), seed)
         self.tokens = index["tokens"]
         self.edges = mapped("edges.bin")
         self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one piece.
@@ -46,7 +46,7 @@ class Dataset:
 
     def rows_at(self, start: int, count: int) -> np.ndarray:
         """The numbers of the rows at positions start to start + count - 1 of the shuffled stream."""
-        return shuffle(np.arange(start, start + count), len(self), self.seed)
+        return self.order.rows_at(start, count)
 
     def first_piece(self, row: int | np.ndarray) -> int | np.ndarray:
         return row if self.first is None else self.first[row]
@@ -66,13 +66,15 @@ class Dataset:
     def read_column(self, column: int, start: int, end: int) -> np.ndarray:
         """Input ids (column 0) or labels (column 1) of the tokens start to end - 1, which may lie in several chunks."""
         kind, parts = self.types[column], []
-        chunk = np.searchsorted(self.chunks[0], start, side="right") - 1
+        chunk = self.chunks[0].searchsorted(start, side="right") - 1
         while start < end:
             first, file, *places = self.chunks[:, chunk].tolist()
             stop = min(end, int(self.chunks[0, chunk + 1]))
             begin = places[column] + (start - first) * kind.itemsize
             parts.append(self.files[file][begin : begin + (stop - start) * kind.itemsize].view(kind))
             start, chunk = stop, chunk + 1
+        if len(parts) == 1:  # As nearly always.
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, kind)
 
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +115,8 @@ class Mixture(Dataset):
         self.counts = counts
         self.source_of_slot = np.repeat(np.arange(len(counts)), counts)
         self.offsets = np.append(0, np.cumsum([len(data) for data in sources.values()]))
-        self.seed = (seed + 1) % 2**32  # Otherwise a source as large as a block would be in the order of the block.
+        # With the same seed, a source as large as a block would be in the order of the block.
+        self.order = Order(sum(counts), (seed + 1) % 2**32)
         parts = [data.index for data in sources.values()]
         self.index = {name: min(part[name] for part in parts) for name in ("lowest_id", "lowest_label")}
         self.index["highest"] = max(part["highest"] for part in parts)
@@ -130,9 +133,9 @@ class Mixture(Dataset):
         """The numbers of the rows at positions start to start + count - 1 of the stream."""
         block = len(self.source_of_slot)
         first = start // block
-        positions = np.arange(first * block, math.ceil((start + count) / block) * block)  # Of whole blocks.
-        owners = self.source_of_slot[shuffle(positions, block, self.seed)]
-        rows = np.empty(len(positions), np.int64)
+        end = math.ceil((start + count) / block) * block  # Whole blocks.
+        owners = self.source_of_slot[self.order.rows_at(first * block, end - first * block)]
+        rows = np.empty(len(owners), np.int64)
         for number, data in enumerate(self.sources.values()):
             own = owners == number
             rows[own] = self.offsets[number] + data.rows_at(first * self.counts[number], own.sum())

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from samerun.data.batches import MicroBatch, ends_from
+from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
@@ -30,14 +31,15 @@ def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) 
 def compute_loss(
     model: torch.nn.Module, batch: MicroBatch, token_loss: Callable, chunked: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of a micro-batch, all as sums. With `chunked`, the logits of a few tokens at a time."""
+    """token_loss() of a micro-batch, all as sums.
+
+    With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
+    """
     bare = getattr(model, "module", model)  # Without DDP's wrapper.
-    inputs = model_inputs(bare, batch)
-    targets, source_ends = batch.targets.flatten(), batch.source_ends
     if chunked:
-        return loss_in_chunks(model, inputs, targets, source_ends, token_loss)
-    loss, metrics = token_loss(model(**inputs).logits.flatten(0, 1), targets)
-    return loss, add_up_terms(metrics, source_ends)
+        return loss_in_chunks(model, batch, token_loss)
+    loss, metrics = token_loss(model(**model_inputs(bare, batch)).logits.flatten(0, 1), batch.targets.flatten())
+    return loss, add_up_terms(metrics, batch.source_ends)
 
 
 def joins_documents(bare: torch.nn.Module) -> bool:
@@ -59,13 +61,9 @@ def model_inputs(bare: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
 
 
 def loss_in_chunks(
-    model: torch.nn.Module,
-    inputs: dict[str, torch.Tensor],
-    targets: torch.Tensor,
-    source_ends: dict[str, int],
-    token_loss: Callable,
+    model: torch.nn.Module, batch: MicroBatch, token_loss: Callable
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of CHUNK tokens at a time. All of it happens inside forward(), in one call of each module.
+    """token_loss() of CHUNK targets at a time. All of it happens inside forward(), in one call of each module.
 
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
@@ -80,40 +78,41 @@ def loss_in_chunks(
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
-            return add_up_chunks(head_of_chunk, states.flatten(0, 1), targets, source_ends, trained, token_loss)
+            return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss)
 
         with replaced(output_layer, "forward", loss_of):
             return output_layer(outputs[0])
 
     with replaced(bare, "forward", forward):
-        return model(**inputs)
+        return model(**model_inputs(bare, batch))
 
 
 def add_up_chunks(
     head: Callable,
     states: torch.Tensor,
-    targets: torch.Tensor,
-    source_ends: dict[str, int],
+    batch: MicroBatch,
     weights: list[torch.nn.Parameter],
     token_loss: Callable,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of CHUNK tokens at a time, of the logits that `head` makes of their states [tokens, width].
+    """token_loss() of CHUNK targets at a time, of the logits that `head` makes of their states [tokens, width].
 
     The gradients of a chunk are computed at once, so that its logits are neither kept nor computed a second time.
     """
-    training = torch.is_grad_enabled()
-    total, metrics, of_states, of_weights = 0.0, {}, [], {}
-    for chunk, targets_of_chunk in zip(states.split(CHUNK), targets.split(CHUNK)):
-        chunk = chunk.detach().requires_grad_(training)
-        loss, metrics_of_chunk = token_loss(head(chunk), targets_of_chunk)
+    training, targets = torch.is_grad_enabled(), batch.targets.flatten()
+    total, metrics, of_states, of_weights = 0.0, {}, torch.zeros_like(states), {}
+    learned = batch.learned if len(batch.learned) else np.zeros(1, np.int64)  # All weights must get a gradient.
+    for first in range(0, len(learned), CHUNK):
+        places_on_host = learned[first : first + CHUNK]
+        places = to_device(places_on_host, states.device)
+        chunk = states.detach()[places].requires_grad_(training)
+        loss, metrics_of_chunk = token_loss(head(chunk), targets[places])
         if training:
-            of_states.append(gradient_of_states(loss, chunk, weights, of_weights))
+            of_states[places] = gradient_of_states(loss, chunk, weights, of_weights)
         total = total + loss.detach()
-        add_metrics(metrics, add_up_terms(metrics_of_chunk, source_ends))
-        source_ends = ends_from(source_ends, CHUNK)
+        ends = {source: int(np.searchsorted(places_on_host, end)) for source, end in batch.source_ends.items()}
+        add_metrics(metrics, add_up_terms(metrics_of_chunk, ends))
     if training:
-        gradients = [torch.cat(of_states), *of_weights.values()]
-        total = WithGradients.apply(total, gradients, states, *of_weights)
+        total = WithGradients.apply(total, [of_states, *of_weights.values()], states, *of_weights)
     return total, metrics
 
 

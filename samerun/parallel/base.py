@@ -104,9 +104,10 @@ class DDP:
 
     def sum_over_ranks(self, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add up the values of the ranks. All of them get the same sums."""
+        if self.accelerator.num_processes == 1:
+            return metrics
         values = torch.stack(list(metrics.values()))
-        if self.accelerator.num_processes > 1:
-            dist.all_reduce(values)
+        dist.all_reduce(values)
         return dict(zip(metrics, values.unbind()))
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from samerun.config import Config
-from samerun.data.batches import Documents, MicroBatch, ends_in, lengthen
+from samerun.data.batches import Documents, MicroBatch, ends_in, lengthen, places_in
 from samerun.errors import require
 from samerun.model.attention import DOCUMENTS, piece_of
 from samerun.parallel.base import DDP
@@ -81,7 +81,8 @@ class SharedRows:
         for name in "input_ids", "targets", "position_ids":
             part[name] = torch.cat([getattr(batch, name)[:, begin:end] for begin, end in pieces], dim=1)
         documents = self.documents_of(batch.documents, pieces)
-        return MicroBatch(**part, documents=documents, source_ends=ends_in(batch.source_ends, pieces))
+        learned = places_in(batch.learned, pieces)
+        return MicroBatch(**part, learned=learned, documents=documents, source_ends=ends_in(batch.source_ends, pieces))
 
     def documents_of(self, documents: Documents, pieces: list[tuple[int, int]]) -> Documents:
         """What the attention wants to know about the documents of a row."""

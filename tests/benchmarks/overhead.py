@@ -1,35 +1,43 @@
 """What does the loop cost? The same tiny training in a bare torch loop, train.py, transformers' Trainer and Accelerate.
 
-    python tests/benchmarks/overhead.py [--rounds 40] [--core 0]
+    python tests/benchmarks/overhead.py [--rounds 40] [--core 0] [--against COMMIT]
 
 All train the same Llama on the same rows in the same order, with fused AdamW, clipping, cosine and a log line every 50
 steps, without evaluation or saves; a step takes about 7 ms on one idle core, so that overhead shows. All must end
 with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A turn is from one log line
 to the next, by the host's clock, see contest.py.
+
+With --against, the train.py of another commit is one more contender: before a change lands, this shows what it costs.
+That script may train on other rows, as those before 4e80ca4 do, so that its model is not compared.
 """
 
 import argparse
+import io
 import json
 import logging
+import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
-
-import helpers
+import datasets
 import numpy as np
 import torch
 import transformers
+import yaml
 from contest import compete, contend, spread
-from reference import shuffled
 
+ROOT = Path(__file__).resolve().parents[2]
+
+VOCABULARY = 384  # That of the bytes tokenizer, so that train.py leaves the model's embedding as it is.
 ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in turns of LOG_EVERY steps.
 PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
 SHAPE = {
-    "vocab_size": helpers.VOCABULARY,
+    "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -44,11 +52,13 @@ def make_ids(steps: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     starts, strides = rng.integers(3, 60, (steps * ROWS, 1)), rng.integers(1, 6, (steps * ROWS, 1))
     noise = rng.integers(0, 3, (steps * ROWS, LENGTH))  # So that no contender can reach a loss of nothing.
-    return (starts + strides * np.arange(LENGTH) + noise) % (helpers.VOCABULARY - 3) + 3
+    return (starts + strides * np.arange(LENGTH) + noise) % (VOCABULARY - 3) + 3
 
 
 def in_order(ids: np.ndarray) -> torch.Tensor:
     """The rows in the order in which train.py takes them: for those that do not shuffle for themselves."""
+    from reference import shuffled  # Not above, because it imports this commit's train.py.
+
     return torch.from_numpy(ids[shuffled(SEED, len(ids), len(ids))])
 
 
@@ -103,14 +113,16 @@ def bare_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torc
     return model
 
 
-def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path, tree: Path = ROOT) -> torch.nn.Module:
+    """The train.py in a folder. Nothing else of this process may have imported another one."""
+    sys.path.insert(0, str(tree))
     import train
-    from samerun.run import logs
 
     new_model().save_pretrained(folder / "start")
-    rows = helpers.write_rows(folder / "rows", [{"input_ids": row} for row in ids.tolist()])
+    datasets.Dataset.from_list([{"input_ids": row} for row in ids.tolist()]).save_to_disk(folder / "rows")
     config = {
         "run": {
+            "output_dir": str(folder / "run"),
             "max_steps": steps,
             "seed": SEED,
             "log_every": LOG_EVERY,
@@ -120,7 +132,7 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> to
         },
         "batch": {"global_batch_size": ROWS, "max_micro_batch_size": ROWS},
         "data": {
-            "path": str(rows),
+            "path": str(folder / "rows"),
             "format": "tokens",
             "tokenizer": "bytes",
             "packing": "none",
@@ -137,16 +149,26 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> to
             "max_grad_norm": CLIP,
         },
     }
-    path, say = helpers.write_config(folder, config), logs.say
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    write = sys.stdout.write
 
-    def say_and_turn(text: str) -> None:
-        say(text)
+    def write_and_turn(text: str) -> int:
         if text.startswith("step "):
             turn()
+        return write(text)
 
-    logs.say = say_and_turn
-    assert train.main(["--config", str(path)]) == 0
+    # Log lines are alike at all commits, unlike the functions that print them.
+    with mock.patch.object(sys.stdout, "write", write_and_turn):
+        assert not train.main(["--config", str(path)])
     return transformers.LlamaForCausalLM.from_pretrained(folder / "run" / "model")
+
+
+def check_out(commit: str, folder: Path) -> None:
+    """All files of a commit, because its train.py may stand on others."""
+    files = subprocess.run(["git", "archive", "--format=tar", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(folder, filter="data")
 
 
 def trainer(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
@@ -209,45 +231,65 @@ def accelerate_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -
     return bare
 
 
-def loop(name: str, steps: int, folder: Path, turn: Callable) -> dict[str, float]:
+def loop(contender: Callable, steps: int, folder: Path, turn: Callable) -> dict[str, float]:
     """Train, and return the trained model's loss on the first rows."""
     ids = make_ids(steps)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = CONTENDERS[name](ids, steps, turn, folder).eval()
+    model = contender(ids, steps, turn, folder).eval()
     probe = torch.from_numpy(ids[:64])
     with torch.no_grad():
         return {"loss": model(input_ids=probe, labels=probe).loss.item()}
 
 
-CONTENDERS = {"bare torch loop": bare_loop, "train.py": this_script, "Trainer": trainer, "Accelerate": accelerate_loop}
+BASE = "bare torch loop"
+CONTENDERS = {BASE: bare_loop, "train.py": this_script, "Trainer": trainer, "Accelerate": accelerate_loop}
+
+
+def ratios(turns: list[dict], name: str, base: str) -> list[str]:
+    """What a step of one contender takes in that of another, by the wall clock and in processor time."""
+    return [spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu")]
+
+
+def print_table(turns: list[dict], names: list[str]) -> None:
+    width = max(map(len, names)) + 1
+    print(f"{'':{width}}{'ms per step':>24}{'to the bare loop':>24}{'in processor time':>24}")
+    for name in names:
+        milliseconds = spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f")
+        cells = [milliseconds, *ratios(turns, name, BASE)]
+        print(f"{name:{width}}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help=f"of {LOG_EVERY} steps of each contender")
     parser.add_argument("--core", type=int, default=0)
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--against", metavar="COMMIT", help="its train.py is one more contender")
+    parser.add_argument("--tree", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    contenders, other = dict(CONTENDERS), f"train.py, {args.against}"
+    if args.against:
+        contenders[other] = partial(this_script, tree=args.tree)
     if args.contender:
         logging.disable()
-        contend(partial(loop, args.contender, (WARMUP + args.rounds) * LOG_EVERY, args.folder))
+        contend(partial(loop, contenders[args.contender], (WARMUP + args.rounds) * LOG_EVERY, args.folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        turns, results = compete(
-            __file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, "--rounds", args.rounds
-        )
-    base = "bare torch loop"
-    print(f"{'':18}{'ms per step':>24}{'to the bare loop':>24}{'in processor time':>24}")
-    for name in CONTENDERS:
-        cells = [
-            spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f"),
-            *(spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu")),
-        ]
-        print(f"{name:18}" + "".join(f"{cell:>24}" for cell in cells))
-    worst = max(abs(result["loss"] / results[base]["loss"] - 1) for result in results.values())
-    print(f"loss of the trained model {results[base]['loss']:.5f}, greatest relative difference {worst:.1e}")
+        options = ["--rounds", args.rounds]
+        if args.against:
+            tree = Path(folder) / "commit"
+            check_out(args.against, tree)
+            options += ["--against", args.against, "--tree", tree]
+        turns, results = compete(__file__, list(contenders), args.rounds, WARMUP, Path(folder), args.core, *options)
+    print_table(turns, list(contenders))
+    if args.against:
+        wall, processor = ratios(turns, "train.py", other)
+        print(f"train.py to that of {args.against}: {wall}, in processor time {processor}")
+    loss = results[BASE]["loss"]
+    worst = max(abs(results[name]["loss"] / loss - 1) for name in CONTENDERS)
+    print(f"loss of the trained model {loss:.5f}, greatest relative difference {worst:.1e}")
     assert worst < 1e-5, "the contenders did not train the same model"
     return 0
 

@@ -31,6 +31,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
     "memory": ("--width 64 --only ^DDP.2$", r"^DDP 2( +[\d.]+){4}$"),
     "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
+    "overhead --against": ("HEAD --rounds 1", r"^train\.py to that of HEAD: [\d.]+ \["),
     "precision": ("--tiny --steps 3", r"^bf16, FSDP2 +[\d.]+( +-?\d\.\de[+-]\d\d){4}$"),
     "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
     "startup": ("--rounds 1", r"^processor, seconds +[\d.]+ +[\d.]+ +[\d.]+ \["),
