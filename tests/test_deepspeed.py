@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from samerun.config import Batch, Model, Optim
 from samerun.errors import UserError
 from samerun.parallel.deepspeed import DeepSpeed
+from samerun.parallel.layout import layout_of
 
 pytest.importorskip("deepspeed", reason="pip install deepspeed==0.19.8")
 
@@ -279,7 +280,8 @@ def strategy(zero: dict, precision: str = "no", config: dict | None = None, **se
         state=SimpleNamespace(deepspeed_plugin=plugin),
     )
     sections = {"model": Model(pretrained="any"), "optim": Optim(), "batch": Batch()}
-    return DeepSpeed(SimpleNamespace(**sections | (config or {})), accelerator, LOSS_OF)
+    config = SimpleNamespace(**sections | (config or {}))
+    return DeepSpeed(config, accelerator, layout_of(config, 2, is_sharded=False), LOSS_OF)
 
 
 def test_accepted_launches():

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -27,9 +26,10 @@ from helpers import (
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
-from samerun.config import Batch, Config, Model, Optim
+from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.errors import UserError
-from samerun.parallel.expert import ExpertParallel
+from samerun.parallel.experts import check_experts
+from samerun.parallel.layout import Layout, check_combination, layout_of
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FSDP2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": SCRIPT, "warm": True}
@@ -241,49 +241,46 @@ def test_bf16_is_that_of_fsdp2(truth, tmp_path):
     assert 1e-6 < off[2] < 2 * off[1] + 1e-4
 
 
-def strategy(processes: int, ranks: int, precision: str = "no", model: dict | None = None, **more):
-    """An ExpertParallel without processes."""
-    plugin = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None}
-    plugin |= more.get("plugin", {})
-    accelerator = SimpleNamespace(
-        num_processes=processes,
-        process_index=0,
-        mixed_precision=precision,
-        parallelism_config=more.get("groups"),
-        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
-    )
+def checked(processes: int, precision: str = "no", plugin: dict | None = None, **sections) -> Layout:
+    """What a launch of FSDP2 with 2 ranks for the experts checks before it has a model."""
+    asked = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None}
+    asked |= plugin or {}
     config = Config.model_construct(
-        model=Model(pretrained="any", expert_ranks=ranks, **model or {}),
-        batch=Batch(global_batch_size=8, **more.get("batch", {})),
-        optim=Optim(**more.get("optim", {})),
+        model=Model(pretrained="any", **{"expert_ranks": 2} | sections.get("model", {})),
+        batch=Batch(global_batch_size=8, **sections.get("batch", {})),
+        optim=Optim(**sections.get("optim", {})),
+        eval=Eval(),
     )
-    return ExpertParallel(config, accelerator, LOSS_OF)
+    layout = layout_of(config, processes, is_sharded=True)
+    check_combination(layout, config, precision, SimpleNamespace(**asked))
+    return layout
 
 
 @pytest.mark.parametrize(
     "launched, message",
     [
         ({"processes": 3}, "model.expert_ranks 2: does not divide the 3 processes"),
-        ({"model": {"pipeline_ranks": 2}}, "combined with sequence, context, tensor or pipeline parallelism"),
+        ({"model": {"pipeline_ranks": 4}}, "model.expert_ranks 2: does not divide the 1 processes that have the same"),
         ({"model": {"lora": {"r": 4}}}, "combined with model.lora"),
         ({"model": {"compile": "regional"}}, "combined with model.compile"),
         ({"precision": "fp8"}, "combined with mixed_precision fp8"),
         ({"batch": {"max_micro_batch_size": "auto"}}, "combined with batch.max_micro_batch_size auto"),
-        ({"optim": {"name": "muon"}}, "optim.name muon: needs whole matrices"),
-        ({"groups": SimpleNamespace(dp_replicate_size=2)}, "cannot be combined with HSDP"),
+        ({"optim": {"name": "muon"}}, "optim.name muon: it needs whole matrices"),
         ({"plugin": {"activation_checkpointing": True}}, "fsdp_activation_checkpointing"),
     ],
 )
 def test_refused_settings(launched, message):
     with pytest.raises(UserError, match=message):
-        strategy(**{"processes": 4, "ranks": 2} | launched).check()
+        checked(**{"processes": 4} | launched)
 
 
-@pytest.mark.parametrize("kind", ["SP", "CP", "TP"])
-def test_refused_beside_other_groups(monkeypatch, kind):
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
-    with pytest.raises(UserError, match="sequence, context, tensor or pipeline parallelism"):
-        strategy(4, 2).check()
+def test_among_whom(monkeypatch):
+    """Experts may be divided among all ranks that have the same layers, as long as those of tp stay together."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    assert checked(processes=4).shards == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    with pytest.raises(UserError, match="model.expert_ranks 2: must be a multiple of parallelism_config_tp_size 4"):
+        checked(processes=8)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +295,7 @@ def test_refused_beside_other_groups(monkeypatch, kind):
 def test_refused_models(tmp_path, name, change, message):
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, name, **change))
     with pytest.raises(UserError, match=f"model.expert_ranks 4: {message}"):
-        strategy(4, 4).prepare(model, [])
+        check_experts(model, 4, "model.expert_ranks 4")
 
 
 def test_refused_if_a_weight_would_stay_whole(tmp_path):
@@ -306,7 +303,7 @@ def test_refused_if_a_weight_would_stay_whole(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "mixtral"))
     model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(32))
     with pytest.raises(UserError, match="the plan of a mixtral leaves model.layers.1.mlp.experts.scale whole"):
-        strategy(2, 2).prepare(model, [])
+        check_experts(model, 2, "model.expert_ranks 2")
 
 
 def test_refused_without_fsdp2(tmp_path):
@@ -357,7 +354,7 @@ def test_refused_if_groups_cannot_share(tmp_path):
     config["model"] = {"pretrained": str(mixture(tmp_path / "model", "mixtral")), "expert_ranks": 2}
     output = launch(tmp_path, config, processes=6, expect=None, **FSDP2).output
     [found] = re.findall("^error: .*", output, re.M)
-    assert found.startswith("error: model.expert_ranks 2: 3 groups of ranks cannot share the experts: ")
+    assert found.startswith("error: model.expert_ranks: 3 groups of ranks cannot share the experts: ")
 
 
 @pytest.mark.slow
@@ -369,6 +366,4 @@ def test_refused_by_its_behaviour(tmp_path):
     how = FSDP2 | {"script": (SCRIPT[0], script)}
     output = launch(tmp_path, config, processes=2, expect=None, **how).output
     [found] = re.findall("^error: .*", output, re.M)
-    assert re.fullmatch(
-        "error: model.expert_ranks 2: with divided experts, a mixtral computes another .*; use 1", found
-    )
+    assert re.fullmatch("error: launch: divided as dp_shard 2 x ep 2, a mixtral computes another .*; take FSDP2", found)

@@ -133,7 +133,8 @@ def test_what_flash_attention_takes(monkeypatch, capability, dtype, head, value_
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(is_cuda=True, device=CUDA, shape=(1, 4, 8, head))
     value = SimpleNamespace(dtype=dtype, shape=(1, 4, 8, value_head))
-    assert has_flash(query, value, dropout=dropout, scaling=None, sliding_window=4) == flash
+    documents = SimpleNamespace(plans_flash=False)
+    assert has_flash(query, value, documents, dropout=dropout, scaling=None, sliding_window=4) == flash
 
 
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])

@@ -63,7 +63,7 @@ def launch(folder: Path, config: dict, launcher: str, *settings, processes: int 
 CASES = {  # Launcher file, its options for fewer processes; then how many processes do how many micro-steps.
     "DDP": ("multi_gpu", (), (2, 3)),
     "FSDP2": ("fsdp2", (), (2, 3)),
-    "HSDP": ("hsdp", ("--num_machines", 1, "--parallelism_config_dp_shard_size", 2), (4, 2)),
+    "HSDP": ("hsdp", ("--num_machines", 1), (4, 2)),
 }
 IMMEDIATE = "--batch.sync_each_micro_step", "true"
 
@@ -227,7 +227,7 @@ def test_two_machines_without_a_common_run_folder(config, tmp_path):
     [
         (
             ("--optim.name", "muon"),
-            "optim.name muon: needs whole matrices, and this launch shards them; use adamw, or DDP",
+            "launch: FSDP2: cannot be combined with optim.name muon: it needs whole matrices; use adamw, or DDP",
         ),
     ],
 )

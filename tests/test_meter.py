@@ -14,8 +14,8 @@ from helpers import launch, run, tiny_config
 
 import train
 from samerun.config import Perf
-from samerun.parallel import base
-from samerun.parallel.base import DDP
+from samerun.parallel import mesh
+from samerun.parallel.mesh import Parallelism
 from samerun.run import setup as setup_room
 from samerun.run.meter import Meter, Profiler, peak_flops
 
@@ -219,11 +219,11 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     config["run"] |= {"max_steps": 18, "eval_every": 8, "save_every": 8, "log_every": 1}
     monkeypatch.setattr(train, "STARTED", 0.0)
     monkeypatch.setattr(train, "Meter", partial(Meter, lambda: now[0]))
-    takes(1, DDP, "forward_backward")
-    takes(2, DDP, "clip_gradients")
+    takes(1, train, "forward_backward")
+    takes(2, Parallelism, "clip_gradients")
     takes(4, setup_room, "load_step")
     takes(64, train, "evaluate")
-    takes(1024, base, "trained_state")  # What a save does before it goes on in the background.
+    takes(1024, mesh, "trained_state")  # What a save does before it goes on in the background.
     takes(16384, train, "build_setup")
     done = run(tmp_path, config)
     seconds = {key[8:-8]: value for key, value in done.metrics[-1].items() if key.endswith("_seconds")}

@@ -332,18 +332,19 @@ def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch, kind):
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]
     assert "4 or 8 processes" in table[1]["nearest_even"]  # 2 or 4 groups share 16 rows evenly.
     _, printed = plans(8, 3, status=2)
-    assert f"launch: parallelism_config_{kind.lower()}_size 2: " in printed and "3 processes" in printed
+    assert f"launch: parallelism_config_{kind.lower()}_size 2: does not divide the 3 processes" in printed
 
 
 def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
     """The strategies that the launch would choose check the settings."""
     pipeline = {"pipeline_ranks": 2, "attention": "sdpa"}
     table, printed = plans(4, status=2, model=pipeline, batch={"max_micro_batch_size": "auto"})
-    assert not table and "batch.max_micro_batch_size must be a number" in printed
+    assert not table and "model.pipeline_ranks 2: cannot be combined with batch.max_micro_batch_size auto" in printed
     assert plans(4, model=pipeline)[0]
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    _, printed = plans(4, status=2)
-    assert "parallelism_config_tp_size 2 must be the number of processes, 4" in printed
+    assert plans(4)[0]
+    _, printed = plans(4, status=2, optim={"name": "muon"})
+    assert "parallelism_config_tp_size 2: cannot be combined with optim.name muon" in printed
 
 
 @pytest.mark.parametrize("group, counts, idle", [(1, (16, 17, 64), {17: 1, 64: 48}), (2, (32, 40), {40: 8})])
@@ -717,4 +718,7 @@ def test_plan_refuses_sizes_and_precisions_of_no_launch(monkeypatch, plans):
     for name, value in (sizes | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"}).items():
         monkeypatch.setenv(name, value)
     plans(16)
-    assert "launch: the file is for 16 processes, not for 64" in plans(64, status=2)[1]
+    assert (
+        "launch: parallelism_config_dp_shard_size is 8, but of 64 processes, 32 are left for it"
+        in plans(64, status=2)[1]
+    )

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -28,12 +27,13 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 
-from samerun.config import Batch, Model, Optim
-from samerun.data.batches import collate, lengthen
+from samerun.config import Batch, Config, Data, Eval, Model, Optim
+from samerun.data.batches import MicroBatch, collate, lengthen
 from samerun.errors import UserError
 from samerun.model.attention import DOCUMENTS, document_attention
-from samerun.parallel.choose import kind_of_ddp, kind_of_fsdp2
-from samerun.run.launch import launched_groups
+from samerun.parallel.layout import Layout, check_combination, layout_of
+from samerun.parallel.rows import check_shared_rows, part_of_row
+from samerun.run.launch import groups_for_accelerate
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 
@@ -220,22 +220,16 @@ def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes):
     train_reference(config, lambda step: pieces).check(done)
 
 
-def shards(monkeypatch, way: str, size: int, batch: dict) -> list[dict]:
+def shards(way: str, size: int, batch: MicroBatch) -> list[MicroBatch]:
     """What each rank of a group has of a micro-batch."""
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", str(size))
-    parts = []
-    for rank in range(size):
-        sharer = strategy(processes=size, rank=rank)
-        sharer.ranks = None
-        parts.append(sharer.shard(batch))
-    return parts
+    return [part_of_row(batch, Layout(**{way: size}), number, None) for number in range(size)]
 
 
-def test_parts_of_a_row(monkeypatch):
+def test_parts_of_a_row():
     """Together the ranks have each token once, in order, and as many each."""
     row = np.array([np.arange(5, 12), np.arange(6, 13), [0, 1, 2, 0, 1, 2, 3]])
     batch = collate([row], torch.device("cpu"), joined=True)
-    parts = shards(monkeypatch, "sp", 4, batch)
+    parts = shards("sp", 4, batch)
     for name, filler in ("input_ids", 5), ("targets", -100), ("position_ids", 0):
         assert [getattr(part, name).shape for part in parts] == [(1, 2)] * 4
         assert torch.cat([getattr(part, name) for part in parts], 1).tolist() == [
@@ -246,11 +240,11 @@ def test_parts_of_a_row(monkeypatch):
         assert part.documents.ends.tolist() == [0, 3, 7, 8] and part.documents.ends.dtype == torch.int32
 
 
-def test_pieces_of_a_row(monkeypatch):
+def test_pieces_of_a_row():
     """Of 8 pieces, each of 4 ranks has two that are as far from the begin and from the end."""
     row = np.array([np.arange(5, 19), np.arange(6, 20), [*range(5), *range(9)]])
     batch = replace(collate([row], torch.device("cpu"), joined=True), source_ends={"one": 5, "other": 14})
-    parts = shards(monkeypatch, "cp", 4, batch)
+    parts = shards("cp", 4, batch)
     assert [part.input_ids[0].tolist() for part in parts] == [
         [5, 6, 5, 5], [7, 8, 17, 18], [9, 10, 15, 16], [11, 12, 13, 14],
     ]  # fmt: skip
@@ -266,10 +260,10 @@ def test_pieces_of_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_all_ranks_have_as_much_to_compute(monkeypatch, size):
+def test_all_ranks_have_as_much_to_compute(size):
     """In a document that is the whole row: the pairs of a query and a key that it sees. Undivided halves would not."""
     row = np.tile(np.arange(48), (3, 1))
-    parts = shards(monkeypatch, "cp", size, collate([row], torch.device("cpu"), joined=True))
+    parts = shards("cp", size, collate([row], torch.device("cpu"), joined=True))
     work = []
     for part in parts:
         positions = part.position_ids[0] + 1
@@ -298,7 +292,7 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
         "samerun.model.attention.gather_row", lambda states, ranks: states
     )  # There are no other processes here.
     pieces, found = query.chunk(2 * size, dim=2), [None] * 2 * size
-    for rank, part in enumerate(shards(monkeypatch, "cp", size, batch)):
+    for rank, part in enumerate(shards("cp", size, batch)):
         own = rank, 2 * size - 1 - rank
         queries = torch.cat([pieces[number] for number in own], dim=2)
         output, _ = document_attention(module, queries, key, value, None, part.documents, **options)
@@ -310,75 +304,75 @@ def test_attention_of_the_pieces(monkeypatch, size, window):
     torch.testing.assert_close(again, gradients, rtol=0, atol=1e-5)
 
 
-def strategy(processes: int, rank: int = 0, fsdp2: bool = False, copies: int = 1, length: int = 24, limit=2):
-    """A strategy that shares rows, without processes."""
-    parallelism = SimpleNamespace(dp_replicate_size=copies)
-    data = SimpleNamespace(sequence_length=length)
-    accelerator = SimpleNamespace(
-        num_processes=processes, process_index=rank, parallelism_config=parallelism, is_fsdp2=fsdp2
+def config_of(length: int = 24, limit: int | str = 2) -> Config:
+    return Config.model_construct(
+        data=Data.model_construct(sequence_length=length),
+        model=Model(pretrained="any"),
+        optim=Optim(),
+        eval=Eval(),
+        batch=Batch(global_batch_size=8, max_micro_batch_size=limit),
     )
-    batch = Batch(global_batch_size=8, max_micro_batch_size=limit)
-    config = SimpleNamespace(data=data, model=Model(pretrained="any"), optim=Optim(), batch=batch)
-    kind = kind_of_fsdp2(config) if fsdp2 else kind_of_ddp(config)
-    return kind(config, accelerator, LOSS_OF)
 
 
 @pytest.mark.parametrize("way", FILES)
 def test_who_shares_with_whom(monkeypatch, way):
-    """Neighbours, which are on one machine."""
+    """Neighbours, which are on one machine. Each copy of the model under HSDP has groups of its own."""
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
-    ranks = [strategy(processes=6, rank=rank) for rank in range(6)]
-    assert [(one.data_parallel_rank, one.rank_in_group) for one in ranks] == [
+    ranks = [layout_of(config_of(), 6, is_sharded=False, rank=rank) for rank in range(6)]
+    assert [(one.data_parallel_rank, one.place("cp", "sp")) for one in ranks] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
     assert {one.data_parallel_size for one in ranks} == {3}
-    for one in ranks:
-        one.check()
+    check_combination(ranks[0], config_of(), "no", None)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    ranks = [layout_of(config_of(), 8, is_sharded=True, rank=rank) for rank in range(8)]
+    assert [one.place("dp_replicate") for one in ranks] == [0] * 4 + [1] * 4
+    assert [one.place("cp", "sp") for one in ranks] == [0, 1] * 4 and {one.shards for one in ranks} == {4}
 
 
 @pytest.mark.parametrize("way", FILES)
-@pytest.mark.parametrize(
-    "launched, message",
-    [
-        ({"processes": 3}, "does not divide the 3 processes"),
-        (
-            {"processes": 4, "fsdp2": True, "copies": 2},
-            "cannot be combined with HSDP; take accelerate_configs/{file}.yaml",
-        ),
-    ],
-)
-def test_refused_launches(monkeypatch, way, launched, message):
+def test_refused_launches(monkeypatch, way):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
     with pytest.raises(UserError) as refusal:
-        strategy(**launched).check()
-    expected = f"launch: parallelism_config_{way}_size 2: {message.format(file=FILES[way])}"
-    assert str(refusal.value).startswith(expected)
+        layout_of(config_of(), 3, is_sharded=False)
+    assert str(refusal.value) == f"launch: parallelism_config_{way}_size 2: does not divide the 3 processes"
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    assert layout_of(config_of(), 4, is_sharded=True).shards == 4
+    with pytest.raises(UserError) as refusal:
+        layout_of(config_of(), 8, is_sharded=True)
+    expected = "launch: parallelism_config_dp_shard_size is 2, but of 8 processes, 4 are left for it; leave it out"
+    assert str(refusal.value) == expected
 
 
 def test_context_parallelism_refuses_auto(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    config = config_of(limit="auto")
     with pytest.raises(UserError, match="parallelism_config_cp_size 2: cannot be combined with batch.max_micro"):
-        strategy(processes=2, limit="auto").check()
+        check_combination(layout_of(config, 2, is_sharded=False), config, "no", None)
 
 
 def test_refused_in_both_ways(monkeypatch):
     for way in FILES:
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "2")
     with pytest.raises(UserError, match="give parallelism_config_sp_size or parallelism_config_cp_size, not both"):
-        strategy(processes=4).check()
+        layout_of(config_of(), 4, is_sharded=False)
 
 
-def test_accelerate_shares_no_rows(monkeypatch):
-    """It makes no groups for sequence parallelism, and hears of no other. Of the rest of a launcher file, it hears."""
-    assert launched_groups() is None
+def test_accelerate_knows_of_copies_and_shards_only(monkeypatch):
+    """It would change the attention, and the matrices, for the rest of a launcher file."""
+    assert groups_for_accelerate(Layout(is_sharded=True, dp_shard=2)) is None
     sizes = {"CP_SIZE": "4", "DP_SHARD_SIZE": "2", "DP_REPLICATE_SIZE": "3", "TP_SIZE": "5"}
     for name, size in sizes.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", size)
-    assert launched_groups() is None  # The launcher file has no section.
+    layout = layout_of(config_of(), 120, is_sharded=True)
+    for has_section in "true", "false":  # Copies count in any case.
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", has_section)
+        groups = groups_for_accelerate(layout)
+        assert (groups.cp_size, groups.sp_size, groups.tp_size) == (1, 1, 1)
+        assert (groups.dp_shard_size, groups.dp_replicate_size) == (40, 3)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    groups = launched_groups()
-    assert (groups.cp_size, groups.sp_size, groups.build_device_mesh("cpu")) == (1, 4, None)
-    assert (groups.dp_shard_size, groups.dp_replicate_size, groups.tp_size) == (2, 3, 5)
+    groups = groups_for_accelerate(Layout(dp_replicate=2, tp=4))
+    assert (groups.dp_shard_size, groups.dp_replicate_size, groups.tp_size) == (1, 1, 1)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
@@ -396,13 +390,12 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
         (4, {}, DOCUMENTS, None),
     ],
 )
-def test_refused_models(monkeypatch, way, size, change, attention, message):
+def test_refused_models(way, size, change, attention, message):
     if isinstance(message, dict):  # Only one of the two ways.
         message = message.get(way)
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", str(size))
     found = transformers.LlamaConfig(num_attention_heads=4, hidden_size=32, max_position_embeddings=20, **change)
     found._attn_implementation = attention
-    check = partial(strategy(processes=12).check_model, SimpleNamespace(config=found))
+    check = partial(check_shared_rows, SimpleNamespace(config=found), config_of(), Layout(**{way: size}))
     if message is None:
         check()
     else:

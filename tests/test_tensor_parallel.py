@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    LOSS_OF,
     ROOT,
     VOCABULARY,
     Done,
@@ -26,9 +25,10 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 
-from samerun.config import Model, Optim
+from samerun.config import Batch, Config, Data, Eval, Model, Optim
 from samerun.errors import UserError
-from samerun.parallel.tensor import TensorParallel, TensorParallelFSDP2
+from samerun.parallel.layout import Layout, check_combination, layout_of
+from samerun.parallel.mesh import check_divisible
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
 
@@ -39,7 +39,7 @@ def by_file(processes: int, size: int, script: Path = ROOT / "train.py", **more)
     options = "--mixed_precision", "no", "--parallelism_config_tp_size", size
     name = "tensor_parallel"
     if groups > 1:
-        name, options = "fsdp2_tensor_parallel", (*options, "--parallelism_config_dp_shard_size", groups)
+        name = "fsdp2_tensor_parallel"
     how = {"launcher": name, "options": options, "script": (AS_GPU, script), "warm": True}
     return how | {"processes": processes} | more
 
@@ -251,36 +251,36 @@ def test_with_other_settings(truth, tmp_path, settings, how):
     did.check(done)
 
 
-def strategy(processes: int, size: int, monkeypatch, rank: int = 0, precision: str = "no", model: tuple = (), **plugin):
-    """A TensorParallel without processes; with a plugin that of FSDP2."""
+def config_of(**model) -> Config:
+    sections = {"model": Model(pretrained="any", **model), "batch": Batch(global_batch_size=8)}
+    return Config.model_construct(**sections, optim=Optim(), eval=Eval(), data=Data.model_construct(sequence_length=24))
+
+
+def check(processes: int, size: int, monkeypatch, precision: str = "no", model: dict | None = None, **plugin) -> None:
+    """What a launch checks before it has a model."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", str(size))
-    plugin = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None} | plugin
-    accelerator = SimpleNamespace(
-        num_processes=processes,
-        process_index=rank,
-        mixed_precision=precision,
-        parallelism_config=None,
-        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)),
-    )
-    config = SimpleNamespace(model=Model(pretrained="any", **dict(model)), optim=Optim())
-    kind = TensorParallelFSDP2 if processes > size else TensorParallel
-    return kind(config, accelerator, LOSS_OF)
+    asked = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None} | plugin
+    config = config_of(**model or {})
+    layout = layout_of(config, processes, is_sharded=bool(plugin))
+    check_combination(layout, config, precision, SimpleNamespace(**asked) if plugin else None)
 
 
 def test_who_shares_with_whom(monkeypatch):
-    """Neighbours, which are on one machine, have the same rows and the same dropout."""
-    ranks = [strategy(6, 2, monkeypatch, rank) for rank in range(6)]
-    assert [one.data_parallel_rank for one in ranks] == [one.dropout_rank for one in ranks] == [0, 0, 1, 1, 2, 2]
-    assert {one.data_parallel_size for one in ranks} == {3}
-    for one in ranks:
-        one.check()
+    """Neighbours, which are on one machine, have the same rows. With DDP as with FSDP2."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    for is_sharded in False, True:
+        ranks = [layout_of(config_of(), 6, is_sharded, rank) for rank in range(6)]
+        assert [one.data_parallel_rank for one in ranks] == [0, 0, 1, 1, 2, 2]
+        assert [one.place("tp") for one in ranks] == [0, 1] * 3
+        assert {one.data_parallel_size for one in ranks} == {3}
+        assert {one.averages_over for one in ranks} == {3 if is_sharded else 1}  # Without FSDP2 they are added up.
 
 
 @pytest.mark.parametrize(
     "launched, message",
     [
-        ({"processes": 2, "size": 4}, "parallelism_config_tp_size 4 must be the number of processes, 2"),
-        ({"processes": 5, "size": 2}, "5 processes must be a multiple of it"),
+        ({"processes": 2, "size": 4}, "parallelism_config_tp_size 4: does not divide the 2 processes"),
+        ({"processes": 5, "size": 2}, "parallelism_config_tp_size 2: does not divide the 5 processes"),
         ({"processes": 2, "size": 2, "model": {"lora": {"r": 4}}}, "cannot be combined with model.lora"),
         ({"processes": 4, "size": 2, "model": {"compile": "full"}}, "cannot be combined with model.compile"),
         ({"processes": 2, "size": 2, "precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
@@ -289,13 +289,13 @@ def test_who_shares_with_whom(monkeypatch):
 )
 def test_refused_launches(monkeypatch, launched, message):
     with pytest.raises(UserError, match=message):
-        strategy(**launched, monkeypatch=monkeypatch).check()
+        check(**launched, monkeypatch=monkeypatch)
 
 
-def test_refused_without_a_plan(monkeypatch):
+def test_refused_without_a_plan():
     found = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)
     with pytest.raises(UserError, match="transformers has no plan how ranks share a gpt2"):
-        strategy(2, 2, monkeypatch).prepare(transformers.GPT2LMHeadModel(found), [])
+        check_divisible(transformers.GPT2LMHeadModel(found), config_of(), Layout(tp=2))
 
 
 CHANGED_PLAN = f"""
@@ -311,7 +311,8 @@ FORGOTTEN = "transformers.Qwen3Config.base_model_tp_plan.pop('layers.*.self_attn
 NO_LAYERS = "transformers.Qwen3Config.base_model_tp_plan.clear()"
 
 
-CHANGES_GRADIENTS = "with its plan in transformers, a qwen3 computes another gradient of .*k_norm.weight; take FSDP2"
+TP = "parallelism_config_tp_size [24]: "
+CHANGES_GRADIENTS = "divided as tp 2, a qwen3 computes another gradient of .*k_norm.weight; take FSDP2"
 
 
 @pytest.mark.slow
@@ -319,9 +320,9 @@ CHANGES_GRADIENTS = "with its plan in transformers, a qwen3 computes another gra
     "name, change, size, message",
     [
         ("qwen3", FORGOTTEN, 2, CHANGES_GRADIENTS),
-        ("qwen3", NO_LAYERS, 2, "a qwen3 has no plan in transformers that divides its layers; take FSDP2"),
-        ("qwen3", "", 4, "must divide the attention heads and the key heads of this qwen3: .*"),
-        ("mixtral", "", 2, "a part of .*experts.gate_up_proj of this mixtral cannot be saved; take FSDP2"),
+        ("qwen3", NO_LAYERS, 2, TP + "a qwen3 has no plan in transformers that divides its layers; take FSDP2"),
+        ("qwen3", "", 4, TP + "must divide the attention heads and the key heads of this qwen3: .*"),
+        ("mixtral", "", 2, TP + "a part of .*experts.gate_up_proj of this mixtral cannot be saved; take FSDP2"),
     ],
     ids=["forgotten", "no layers", "two key heads for four ranks", "experts"],
 )
@@ -332,4 +333,4 @@ def test_refused_by_its_behaviour(tmp_path, name, change, size, message):
     script.write_text(CHANGED_PLAN.replace("CHANGE", change))
     output = launch(tmp_path, config, expect=None, **by_file(size, size, script=script)).output
     [found] = re.findall("^error: .*", output, re.M)
-    assert re.fullmatch(f"error: launch: parallelism_config_tp_size {size}: {message}", found)
+    assert re.fullmatch(f"error: launch: {message}", found)

@@ -8,9 +8,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from samerun.data.rows import Dataset, Mixture
 from samerun.plan import Stage
+
+
+class RowRanks:
+    """The ranks that share a row. They send each other what they have of it."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def size(self) -> int:
+        return self.group.size()
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send each rank one of the parts [ranks, ...]. Returns what each of them has sent."""
+        return all_to_all_single_autograd(parts, None, None, self.group)
 
 
 @dataclass(frozen=True)
@@ -23,9 +38,10 @@ class Documents:
     lengths: tuple[int, ...]  # In tokens. The host knows them without asking the device.
     longest: int  # Of the lengths.
     ends: torch.Tensor  # int32 [documents + 1] on the device: 0, and where each document ends.
-    row_ranks: dist.ProcessGroup | None = None  # The ranks among which its tokens are divided, if they are.
+    row_ranks: RowRanks | None = None  # The ranks among which its tokens are divided, if they are.
     # With context parallelism, what this rank has of the row, whose lengths and ends the above remain.
     row_pieces: tuple["RowPiece", ...] = ()
+    plans_flash: bool = False  # For --plan, which has no GPU to ask: flash attention computes whatever it is made for.
 
 
 @dataclass(frozen=True)

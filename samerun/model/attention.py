@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention.varlen import varlen_attn
 
-from samerun.data.batches import Documents, RowPiece
+from samerun.data.batches import Documents, RowPiece, RowRanks
 
 
 def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
@@ -35,7 +33,7 @@ def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
     )
 
 
-# "bare" is the model itself, without what a strategy wraps around it.
+# "bare" is the model itself, without what DDP wraps around it.
 
 DOCUMENTS = "documents"  # The name of document_attention() among the attentions of transformers.
 
@@ -68,7 +66,7 @@ def document_attention(
         return context_attention(module, query, key, value, documents, **options), None
     if documents.row_ranks:
         return ulysses_attention(query, key, value, documents, **options), None
-    if has_flash(query, value, **options):
+    if has_flash(query, value, documents, **options):
         return flash_attention(query, key, value, documents, documents, **options), None
     return attention_by_document(module, query, key, value, documents, documents, **options), None
 
@@ -78,8 +76,12 @@ def sdpa(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
     return transformers.AttentionInterface()["sdpa"](*args, **options)
 
 
-def has_flash(query: torch.Tensor, value: torch.Tensor, dropout: float = 0.0, **options: Any) -> bool:
+def has_flash(
+    query: torch.Tensor, value: torch.Tensor, documents: Documents, dropout: float = 0.0, **options: Any
+) -> bool:
     """Whether torch's flash attention can compute this: on a GPU since Ampere, in 16 bits."""
+    if documents.plans_flash:
+        return fits_flash(query, value, dropout)
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
     in_16_bits = torch.is_autocast_enabled("cuda") or value.dtype in (torch.bfloat16, torch.float16)
@@ -222,15 +224,15 @@ def context_attention(
         end = piece.begin + sum(piece.seen.lengths)
         keys, values = (states[:, :, piece.begin : end] for states in (key, value))
         states = queries, keys, values, piece.own, piece.seen
-        if has_flash(queries, values, **options):
+        if has_flash(queries, values, documents, **options):
             outputs.append(flash_attention(*states, **options))
         else:
             outputs.append(attention_by_document(module, *states, mask_of=piece.mask_of, **options))
     return torch.cat(outputs, dim=1)
 
 
-def gather_row(states: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    """All tokens of a row in their order, from the two pieces of each rank, see ContextParallel.own_pieces().
+def gather_row(states: torch.Tensor, ranks: RowRanks) -> torch.Tensor:
+    """All tokens of a row in their order, from the two pieces of each rank, see part_of_row().
 
     An all-to-all of copies sends as much as an all-gather would. Its gradients are added up here, and so rounded once.
 
@@ -242,10 +244,9 @@ def gather_row(states: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat((*first_half, *reversed(second_half)), dim=2)
 
 
-def all_to_all(states: torch.Tensor, ranks: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
+def all_to_all(states: torch.Tensor, ranks: RowRanks, split: int, join: int) -> torch.Tensor:
     """Split along one dimension, send each rank its part, and join what they have sent along another one."""
-    parts = torch.stack(states.chunk(ranks.size(), dim=split))
-    parts = all_to_all_single_autograd(parts, None, None, ranks)
+    parts = ranks.exchange(torch.stack(states.chunk(ranks.size(), dim=split)))
     return torch.cat(parts.unbind(), dim=join)
 
 

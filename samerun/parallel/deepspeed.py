@@ -16,20 +16,20 @@ from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, joins_documents
 from samerun.optim import is_fused
-from samerun.parallel.base import Sharded
-from samerun.parallel.mesh import ranks_per_row, tensor_parallel_size
+from samerun.parallel.layout import Layout
+from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import full
 
 
-class DeepSpeed(Sharded):
+class DeepSpeed(Parallelism):
     """DeepSpeed's ZeRO-2 and ZeRO-3: the ranks divide gradients and optimizer state, and with ZeRO-3 the weights, too.
 
     Its engine computes the gradients. Its optimizer takes the place of ours, and has ours update the part of this rank,
     in float32. What a step is, and whether there is an update, is decided here as ever.
     """
 
-    def __init__(self, config: Config, accelerator: Accelerator, loss_of: Callable):
-        super().__init__(config, accelerator, loss_of)
+    def __init__(self, config: Config, accelerator: Accelerator, layout: Layout, loss_of: Callable):
+        super().__init__(config, accelerator, layout, loss_of)
         self.settings = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = self.settings["zero_optimization"].get("stage", 0)
         # With ZeRO-3, transformers would otherwise divide the weights while it makes the model.
@@ -37,9 +37,10 @@ class DeepSpeed(Sharded):
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 
     def check(self) -> None:
-        super().check()
+        muon = self.config.optim.name == "muon"
+        require(not muon, "optim.name muon: needs whole matrices, and DeepSpeed shards them; use adamw, or DDP")
         require(self.stage in (2, 3), f"launch: zero_stage {self.stage} is not supported; use 2 or 3, or DDP")
-        divides_more = ranks_per_row() * tensor_parallel_size() * self.config.model.pipeline_ranks > 1
+        divides_more = self.layout.is_divided or self.layout.row_ranks > 1
         refused = {
             "sequence, context, tensor or pipeline parallelism": divides_more,
             "mixed_precision fp8": self.accelerator.mixed_precision == "fp8",
@@ -68,7 +69,13 @@ class DeepSpeed(Sharded):
         devices = [(zero.get(name) or {}).get("device") or "none" for name in ("offload_optimizer", "offload_param")]
         return devices[0] not in ("none", "cpu") or devices[1] != "none"
 
-    def prepare(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.nn.Module:
+    @property
+    def passes(self) -> Callable:
+        return self.run_engine
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], forward_backward: Callable
+    ) -> torch.nn.Module:
         device = self.accelerator.device
         row = probe_row(vocabulary_size(model), packed=True)
         self.batch = collate([row], device, joins_documents(model))
@@ -101,19 +108,19 @@ class DeepSpeed(Sharded):
 
     def step_without_update(self, model: torch.nn.Module) -> None:
         """Afterwards the weights that compute are those in float32 again, rounded."""
-        self.forward_backward(model, [self.batch], scale=0.0)
+        self.run_engine(model, [self.batch], scale=0.0)
         self.zero_gradients([self.zero])
 
-    def forward_backward(
+    def run_engine(
         self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
     ) -> dict[str, torch.Tensor]:
-        """As DDP, but the gradients are in memory of DeepSpeed, which sums over the ranks in every micro-step."""
+        """As accumulate(), but DeepSpeed has the gradients, and sums over the ranks in every micro-step."""
         metrics = {}
         for number, batch in enumerate(micro_batches, start=1):
             model.set_gradient_accumulation_boundary(number == len(micro_batches))
             loss, metrics_of_batch = self.loss_of(model, batch)
             # DeepSpeed averages over the ranks. Here it does not divide by the number of micro-steps.
-            model.backward(loss * (self.averages_over * scale), scale_wrt_gas=False)
+            model.backward(loss * (self.layout.averages_over * scale), scale_wrt_gas=False)
             add_metrics(metrics, metrics_of_batch)
         return metrics
 
@@ -186,7 +193,7 @@ class DeepSpeed(Sharded):
             safe_set_full_optimizer_state(parameter, value, key)
 
     def gather_weights(self, bare: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """As DDP. Afterwards the model of the main process has these weights, in float32, and can train no more."""
+        """As ever. Afterwards the model of the main process has these weights, in float32, and can train no more."""
         from deepspeed.runtime.zero import GatheredParameters
 
         weights = {}

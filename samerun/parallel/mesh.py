@@ -1,33 +1,285 @@
-"""The sizes of the groups of ranks that the launcher file asks for."""
+"""How the ranks share the work of a step: any product of the dimensions of Layout, each in a room of its own.
 
-import os
-import re
+DDP, FSDP2 and HSDP, also with rows that ranks share, are wrapped by Accelerate. As soon as ranks have other weights for
+another reason than FSDP2, the model is divided here, in one fixed order: layers (pp), experts (ep), matrices (tp), and
+FSDP2 of what is left. To remove a dimension, delete its room and the lines that name it.
+"""
 
-from samerun.errors import require
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from samerun.config import Config
+from samerun.data.batches import MicroBatch, RowRanks, collate
+from samerun.errors import explained, require
+from samerun.model.checks import probe_row
+from samerun.model.loss import add_metrics, joins_documents, replaced
+from samerun.parallel.experts import check_experts, divide_experts, shard_experts
+from samerun.parallel.fsdp import BF16_POLICY, shard_layers, sharding_options
+from samerun.parallel.layout import Layout, check_combination
+from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
+from samerun.parallel.probe import first_difference, small_model, try_out_whole
+from samerun.parallel.rows import check_shared_rows, part_of_row
+from samerun.parallel.state import full, local, shards_of, train_instead, trained_state
+from samerun.parallel.tensor import divide_matrices
 
 
-def tensor_parallel_size() -> int:
-    """How many ranks share each matrix: parallelism_config_tp_size of the launcher file, which Accelerate passes on."""
-    return launched_size("TP")
+class Parallelism:
+    """One step of training on all ranks: what this one computes, and what they send each other."""
+
+    def __init__(self, config: Config, accelerator: Accelerator, layout: Layout, loss_of: Callable):
+        self.config, self.accelerator, self.layout = config, accelerator, layout
+        self.loss_of = loss_of  # compute_loss() with the loss and the settings of this run.
+        self.plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        # Ranks with another number draw another dropout. What is whole must drop out alike on all ranks of tp.
+        self.dropout_rank = layout.rank // layout.tp
+        self.evaluates_at_a_time = 4 * layout.pp if layout.pp > 1 else 1  # Each rank waits for at most a fifth.
+        self.row_ranks: RowRanks | None = None  # Those that share rows with this one.
+        self.pipeline: PipelineSchedule | None = None
+        # Gradients that neither DDP nor FSDP2 adds up, each with its ranks, see note_reductions(), and a weight that
+        # a rank before this one counts in the norm.
+        self.owed: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]] = []
+        self.counted_elsewhere: torch.nn.Parameter | None = None
+
+    @property
+    def passes(self) -> Callable | None:
+        """What takes the place of accumulate(): of a model, the micro-batches of part_of() and a scale."""
+        return self.pipeline.run if self.pipeline else None
+
+    # Before the first step --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot be combined with the layout."""
+        check_combination(self.layout, self.config, self.accelerator.mixed_precision, self.plugin)
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], forward_backward: Callable
+    ) -> torch.nn.Module:
+        """The model as this rank has it. Afterwards the optimizers train its parameters.
+
+        Every rank has built the whole model, from the seed or the files, so no weight need be sent. Accelerate's
+        wrappers around the optimizers are not used: Guard decides whether they make an update. `forward_backward` is
+        that of train.py, by which a divided model is tried.
+        """
+        check_divisible(model, self.config, self.layout)
+        self.make_groups()
+        if not self.layout.is_divided:
+            if self.layout.is_sharded and self.accelerator.mixed_precision != "no":
+                self.plugin.mixed_precision_policy = BF16_POLICY
+            model, *_ = self.accelerator.prepare(model, *optimizers)
+            return model
+        if self.layout.ep > 1:
+            check_experts(model, self.layout.ep, self.layout.setting("ep"))
+        self.try_out(model, forward_backward)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.divide(model)
+        train_instead(optimizers, names, model)
+        return model.train()
+
+    def make_groups(self) -> None:
+        """Views of all ranks as a mesh: of those that share rows, weights, or experts."""
+        layout, device = self.layout, self.accelerator.device.type
+
+        def view(**sizes: int) -> DeviceMesh:
+            return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        if layout.row_ranks > 1:
+            others = layout.processes // (layout.row_ranks * layout.tp)
+            self.row_ranks = RowRanks(view(others=others, rows=layout.row_ranks, tp=layout.tp)["rows"].get_group())
+        if not layout.is_divided:
+            return
+        # The ranks of "data" compute on other tokens. Among them, FSDP2 shards and averages, or gradients are added up.
+        copies = layout.dp_replicate if layout.is_sharded else 1
+        data = layout.size(*layout.DATA) // copies
+        self.mesh = view(pp=layout.pp, dp_replicate=copies, data=data, tp=layout.tp)
+        if layout.ep > 1:
+            self.expert_mesh = view(
+                pp=layout.pp, dp_replicate=copies, efsdp=data * layout.tp // layout.ep, ep=layout.ep
+            )
+        if layout.pp > 1:
+            self.pipeline_groups = PipelineGroups(self.mesh["pp"].get_group(), self.mesh.mesh.reshape(layout.pp, -1))
+
+    def divide(self, model: torch.nn.Module, is_exact: bool = False) -> None:
+        """Leave of a model what this rank computes, on its device. If it is to be exact, in float32 in any case."""
+        layout, experts, partial = self.layout, [], []
+        if layout.pp > 1:  # 1. The layers of this rank. The others stay as names and shapes, on the meta device.
+            self.pipeline = PipelineSchedule(
+                model, self.config, self.accelerator, layout, self.pipeline_groups, self.loss_of
+            )
+        if layout.ep > 1:  # 2. The experts of this rank, before its matrices: a plan for tp may name them, too.
+            with explained(f"{layout.setting('ep')}: the experts of this {model.config.model_type} cannot be divided"):
+                experts = divide_experts(model, self.expert_mesh["ep"], self.mesh["tp"])
+        if layout.tp > 1:  # 3. The parts of their matrices.
+            partial = divide_matrices(model, self.mesh["tp"], layout.setting("tp"), done=experts)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.accelerator.device))
+        if layout.is_sharded:  # 4. FSDP2 of what is left.
+            options = sharding_options(self.accelerator, is_exact)
+            if experts:
+                shard_experts(model, experts, self.expert_mesh, layout.dp_replicate, self.layout.averages_over, options)
+            among = self.mesh["dp_replicate", "data"] if layout.dp_replicate > 1 else self.mesh["data"]
+            shard_layers(model, among, options)
+        self.note_reductions(model, partial)
+
+    def note_reductions(self, model: torch.nn.Module, partial: list[str]) -> None:
+        """Which gradients are to be added up after the last micro-step, and over which ranks."""
+        self.owed, self.counted_elsewhere = [], None
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.layout.is_sharded and self.mesh["data"].size() > 1:  # DDP takes neither DTensors nor pipelines.
+            self.owed.append((trained, self.mesh["data"].get_group()))
+        if partial:  # Each rank has the gradient of its own heads.
+            self.owed.append(([model.get_parameter(name) for name in partial], self.mesh["tp"].get_group()))
+        tied = self.pipeline.tied() if self.pipeline else None
+        if tied is not None:  # Both ends of a pipeline have it, and the first one counts it.
+            self.owed.append(([tied], self.pipeline_groups.ends))
+            self.counted_elsewhere = None if self.layout.place("pp") == 0 else tied
+
+    def try_out(self, model: torch.nn.Module, forward_backward: Callable) -> None:
+        """Raises UserError if a small model of this kind, divided, does not compute what it computes as a whole.
+
+        That is a pass of the real step, in float32: all hooks, schedules and sums over ranks take part in it.
+        """
+        layout, kind = self.layout, model.config.model_type
+        stages = layout.pp * self.config.model.chunks_per_rank() if layout.pp > 1 else 1
+        small = small_model(model, stages, self.accelerator.device)
+        if layout.pp > 1:
+            check_layers(small, stages, self.loss_of, layout.setting("pp"))
+            small.eval()
+        whole = [try_out_whole(small, self.loss_of) if self.accelerator.is_main_process else None]
+        broadcast_object_list(whole)
+        with replaced(self.accelerator, "native_amp", False):
+            self.divide(small, is_exact=True)
+            divided = self.try_out_divided(small, forward_backward)
+        other = first_difference(whole[0], divided)
+        require(not other, f"launch: divided as {layout}, a {kind} computes another {other}; take FSDP2")
+
+    def try_out_divided(self, model: torch.nn.Module, forward_backward: Callable) -> dict[str, float]:
+        """try_out_whole(), of the divided model."""
+        row = probe_row(model.get_input_embeddings().num_embeddings, packed=True)
+        batch = collate([row], self.accelerator.device, joins_documents(model))
+        copies = self.layout.data_parallel_size * self.layout.pp  # All ranks compute on one row, as often as it needs.
+        metrics = forward_backward(self, model, [batch] * self.layout.pp, 1 / copies)
+        found = {"loss": self.sum_over_ranks(metrics)["loss"].item() / copies}
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and parameter.grad is not None:
+                found[f"gradient of {name}"] = full(parameter.grad.norm()).item()
+        found["gradient norm"] = self.clip_gradients(list(model.parameters())).item()
+        model.zero_grad()
+        if self.pipeline:
+            parts = [None] * self.layout.pp
+            dist.all_gather_object(parts, found, group=self.pipeline_groups.hosts)
+            found = {name: value for part in parts for name, value in part.items()}
+        return found
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def part_of(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """What this rank computes of micro-batches of collate(): its tokens, and as many as its pipeline passes on."""
+        layout = self.layout
+        if layout.pp > 1:
+            micro_batches = same_length(micro_batches)
+        if layout.row_ranks > 1:
+            number = layout.place("cp", "sp")
+            micro_batches = [part_of_row(batch, layout, number, self.row_ranks) for batch in micro_batches]
+        return micro_batches
+
+    def reduce_gradients(self, model: torch.nn.Module) -> None:
+        """Add up what neither DDP nor FSDP2 has, after the last micro-step."""
+        if self.layout.is_divided and not self.layout.is_sharded:  # FSDP2 makes them as the weights are.
+            for parameter in model.parameters():
+                # An embedding of which each rank has some rows gets the gradient of all of them.
+                if isinstance(parameter.grad, DTensor):
+                    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        for parameters, group in self.owed:
+            for parameter in parameters:
+                if parameter.grad is None:  # Such as an expert that no token of this rank has chosen.
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local(parameter.grad), group=group)
+
+    def evaluate(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+        """The metrics of token_loss(), summed over micro-batches of part_of()."""
+        if self.pipeline:
+            return self.pipeline.run(model, micro_batches, scale=None)
+        metrics = {}
+        for batch in micro_batches:
+            with self.accelerator.autocast():
+                _, metrics_of_batch = self.loss_of(model, batch)
+            add_metrics(metrics, metrics_of_batch)
+        return metrics
+
+    def sum_over_ranks(self, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add up the values of the ranks. All of them get the same sums, to the bit."""
+        if self.layout.processes == 1:
+            return metrics
+        values = torch.stack(list(metrics.values()))
+        dist.all_reduce(values)
+        alike = self.layout.size("pp", "tp")  # Ranks that have the same values.
+        return {name: total / alike for name, total in zip(metrics, values.unbind())}
+
+    def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks.
+
+        A rank adds up the squares of what it has. What several ranks have counts by its share on each of them.
+        """
+        layout, kinds = self.layout, {}
+        for parameter in parameters:
+            if parameter.grad is not None and parameter is not self.counted_elsewhere:
+                kinds.setdefault(shards_of(parameter.grad), []).append(local(parameter.grad))
+        square = torch.zeros((), device=self.accelerator.device)
+        for shards, gradients in kinds.items():
+            square += torch.nn.utils.get_total_norm(gradients) ** 2 * shards
+        if layout.is_sharded or layout.is_divided:  # Otherwise all ranks have the same gradients.
+            dist.all_reduce(square)
+            square = square * layout.pp / layout.processes
+        norm, limit = square.sqrt(), self.config.optim.max_grad_norm
+        if limit:
+            gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def zero_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        # The gradients of DDP are views of its buckets, which stay (gradient_as_bucket_view in start_accelerator()).
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=not self.layout.has_buckets)
+
+    # Checkpoints and the export ---------------------------------------------------------------------------------------
+
+    def state(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, and what it is loaded into."""
+        return trained_state(model, optimizers)
+
+    def put_back(
+        self, state: dict[str, torch.Tensor], model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        """Called when a checkpoint was loaded into state(), which here is the model and the optimizers themselves."""
+
+    def gather_weights(self, bare: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """All weights of the model, on the main process."""
+        if not self.pipeline:
+            weights = get_model_state_dict(bare, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            for name in bare.all_tied_weights_keys:  # from_pretrained() ties them again.
+                weights.pop(name, None)
+            return weights
+        is_first = self.layout.place(*self.layout.DATA, "tp") == 0  # Of the ranks that have the same layers.
+        weights = {}
+        for name, value in bare.named_parameters():
+            if not value.is_meta:
+                whole = full(value.detach())
+                if is_first:
+                    weights[name] = whole.cpu()
+        return self.pipeline.gather(weights) if is_first else {}
 
 
-def sequence_parallel_size() -> int:
-    """How many ranks share each row by sequence parallelism: parallelism_config_sp_size, passed on likewise."""
-    return launched_size("SP")
-
-
-def context_parallel_size() -> int:
-    """How many ranks share each row by context parallelism: parallelism_config_cp_size, passed on likewise."""
-    return launched_size("CP")
-
-
-def launched_size(kind: str) -> int:
-    name = f"PARALLELISM_CONFIG_{kind}_SIZE"
-    value = os.environ.get(name, "1")
-    require(re.fullmatch("0*[1-9][0-9]*", value), f"launch: {name} is {value!r}; give a number of processes")
-    return int(value)
-
-
-def ranks_per_row() -> int:
-    """How many ranks share each row, in one way or the other."""
-    return sequence_parallel_size() * context_parallel_size()
+def check_divisible(bare: torch.nn.Module, config: Config, layout: Layout) -> None:
+    """Raises UserError for a model that cannot be divided, as far as that is known without a try."""
+    if layout.tp > 1:
+        kind, setting = bare.config.model_type, layout.setting("tp")
+        require(bare.tp_plan, f"{setting}: transformers has no plan how ranks share a {kind}; take FSDP2")
+    if layout.row_ranks > 1:
+        check_shared_rows(bare, config, layout)

@@ -1,49 +1,10 @@
-"""DTensors, the state of a checkpoint, and the comparison of a model before and after it is divided."""
+"""DTensors, the state of a checkpoint, and optimizers of a model that was divided."""
 
 import math
-from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor
-
-from samerun.data.batches import collate
-from samerun.model.build import vocabulary_size
-from samerun.model.checks import probe_row
-from samerun.model.loss import joins_documents
-
-
-def try_out(
-    model: torch.nn.Module, loss_of: Callable, partial: Iterable[str] = (), ranks: dist.ProcessGroup | None = None
-) -> dict[str, float]:
-    """The loss of a short row, and the norms of its gradients of vectors. Those of matrices would take memory.
-
-    Of the vectors named in `partial`, each of the ranks has a part of the gradient.
-    """
-    batch = collate([probe_row(vocabulary_size(model), packed=True)], model.device, joins_documents(model))
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    vectors = {name: parameter for name, parameter in trained.items() if parameter.ndim < 2}
-    loss, _ = loss_of(model.eval(), batch, chunked=False)
-    gradients = torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)
-    found = {"loss": loss.item()}
-    for name, gradient in zip(vectors, gradients):
-        if gradient is None:
-            continue
-        if name in partial:
-            dist.all_reduce(gradient, group=ranks)
-        found[f"gradient of {name}"] = full(gradient.norm()).item()
-    return found
-
-
-def first_difference(before: dict[str, float], after: dict[str, float]) -> str:
-    """The first name whose value is another one beyond rounding, or ""."""
-    rounding = 1e-6 * max(before.values())
-    for name, value in before.items():
-        tolerance = 1e-5 if name == "loss" else 1e-3
-        if not abs(after.get(name, math.nan) - value) <= tolerance * value + rounding:
-            return name
-    return ""
 
 
 def train_instead(
@@ -74,6 +35,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose parts are on several ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(tensor: torch.Tensor) -> int:
+    """Into how many parts a tensor is divided among ranks."""
+    placements = getattr(tensor, "placements", ())
+    return math.prod(tensor.device_mesh.size(at) for at, one in enumerate(placements) if not one.is_replicate())
 
 
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import accelerate
@@ -21,16 +19,14 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
 from samerun.errors import require
-from samerun.model import attention as attention_room
-from samerun.model.attention import fits_flash
 from samerun.model.build import build_model, number_of_experts
-from samerun.model.loss import compute_loss, joins_documents, replaced
+from samerun.model.loss import compute_loss, joins_documents
 from samerun.optim import hidden_matrices
-from samerun.parallel.base import Division
-from samerun.parallel.choose import choose_strategy
-from samerun.parallel.mesh import ranks_per_row, tensor_parallel_size
+from samerun.parallel.layout import check_combination, layout_of
+from samerun.parallel.mesh import check_divisible
+from samerun.parallel.rows import part_of_row
 from samerun.plan import Plan
-from samerun.run.launch import check_precision, launched_groups
+from samerun.run.launch import check_precision
 
 
 class PlannedLaunch:
@@ -39,18 +35,23 @@ class PlannedLaunch:
     def __init__(
         self, config: Config, num_processes: int, plan_stages: Callable, token_loss: Callable, is_sharded: bool = False
     ):
-        self.config, self.num_processes, self.is_sharded = config, num_processes, is_sharded
+        self.config, self.num_processes = config, num_processes
         self.plan_stages, self.token_loss = plan_stages, token_loss  # Those of train.py.
-        accelerator = imagined_accelerator(num_processes, is_sharded)
-        self.precision = accelerator.mixed_precision
-        self.plugin = accelerator.state.fsdp_plugin
-        group = tensor_parallel_size() * ranks_per_row() * config.model.pipeline_ranks
+        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        self.is_sharded, self.plugin = is_sharded or uses_fsdp, None
+        if self.is_sharded:
+            self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp else 2)
+            is_known = self.plugin.fsdp_version == 2
+            require(is_known, "launch: FSDP is not supported; take another file of accelerate_configs/")
+        self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        check_precision(self.precision)
+        self.layout = layout_of(config, num_processes, self.is_sharded)
+        check_combination(self.layout, config, self.precision, self.plugin)
         limit = config.batch.max_micro_batch_size
         if limit == "auto":  # As if each device could hold all its rows at once.
             limit = max(rows for _, rows in config.batch_stages())
-        loss_of = functools.partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)
-        self.strategy = choose_strategy(config, accelerator, loss_of)
-        self.stages = plan_stages(config, limit, num_processes, group)
+        self.loss_of = functools.partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)
+        self.stages = plan_stages(config, limit, num_processes, num_processes // self.layout.data_parallel_size)
 
     def changed(self, settings: dict[str, Any]) -> "PlannedLaunch":
         """The launch with other settings by their dotted paths, or with the launcher file of FSDP2."""
@@ -72,7 +73,12 @@ class PlannedLaunch:
     @property
     def has_old_gradients(self) -> bool:
         """Whether there is memory for gradients before the last micro-step begins."""
-        return self.strategy.division().has_buckets or self.accumulates
+        return self.layout.has_buckets or self.accumulates
+
+    @property
+    def defers(self) -> bool:
+        """Whether gradients that wait for further micro-steps are whole, and not shards."""
+        return self.is_sharded and self.accumulates and not self.config.batch.sync_each_micro_step
 
     @property
     def plan(self) -> Plan:
@@ -81,35 +87,8 @@ class PlannedLaunch:
         return max(plans, key=lambda plan: (plan.micro_batch_size, plan.grad_accum_steps))
 
 
-def imagined_accelerator(num_processes: int, is_sharded: bool) -> SimpleNamespace:
-    """What a strategy asks the Accelerator for, before there is a model. It may be sharded by FSDP2 in any case."""
-    environment, kind = os.environ, "MULTI_GPU" if num_processes > 1 else "NO"
-    uses_fsdp = environment.get("ACCELERATE_USE_FSDP") == "true"
-    if is_sharded or uses_fsdp:
-        kind = "FSDP"
-    plugin = None
-    if kind == "FSDP":
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2 if is_sharded and not uses_fsdp else None)
-    groups = launched_groups()
-    if groups and groups.dp_replicate_size > 1:
-        fits = groups.total_size == num_processes
-        advice = "put --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size after the file"
-        require(fits, f"launch: the file is for {groups.total_size} processes, not for {num_processes}; {advice}")
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    check_precision(precision)
-    return SimpleNamespace(
-        num_processes=num_processes,
-        process_index=0,
-        mixed_precision=precision,
-        distributed_type=SimpleNamespace(value=kind),
-        is_fsdp2=kind == "FSDP" and plugin.fsdp_version == 2,
-        parallelism_config=groups,
-        state=SimpleNamespace(fsdp_plugin=plugin),
-    )
-
-
 # What --plan says about the memory of a device. A pass through a few layers of the model is traced: torch runs it on
-# tensors without storage, and tells how large they would be. The strategy says what of it is divided, see division().
+# tensors without storage, and tells how large they would be. The layout says among how many ranks it is divided.
 
 
 class LiveMemory(TorchDispatchMode):
@@ -185,9 +164,17 @@ def model_without_storage(config: Model, found: transformers.PreTrainedConfig, l
         return build_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
 
 
-def sending_nothing():
-    """Lets a rank that shares a row trace its part alone: what it gets from the others is as large as what it sends."""
-    return replaced(attention_room, "all_to_all_single_autograd", lambda parts, *others: parts.clone())
+class SendingNothing:
+    """RowRanks for a rank that traces its part alone: what it gets from others is as large as what it sends."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts.clone()
 
 
 def trace_pass(
@@ -200,16 +187,15 @@ def trace_pass(
     in_bf16 = launch.precision == "bf16"
     joined = joins_documents(bare)
     batch = collate([longest_row(config.data, joined)] * rows, torch.device("cpu"), joined)
-    launch.strategy.rank_in_group = rank
-    launch.strategy.ranks = SimpleNamespace(size=ranks_per_row)  # In place of those that share a row.
-    batch = launch.strategy.shard(batch)
+    if launch.layout.row_ranks > 1:
+        batch = part_of_row(batch, launch.layout, rank, SendingNothing(launch.layout.row_ranks))
+    if joined and in_bf16:  # On a GPU, bf16 goes with flash attention, which holds less than torch's other ones.
+        batch = replace(batch, documents=replace(batch.documents, plans_flash=True))
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    # On a GPU, bf16 goes with flash attention, which holds less than torch's other ones.
-    flash = replaced(attention_room, "has_flash", fits_flash) if in_bf16 else nullcontext()
-    if launch.strategy.division().gathers and in_bf16:  # FSDP2 gathers in bf16. Autocast keeps copies instead.
+    if launch.is_sharded and in_bf16:  # FSDP2 gathers in bf16. Autocast keeps copies instead.
         for parameter in bare.parameters():
             parameter.data = parameter.data.bfloat16()
-    with fake, flash, sending_nothing():
+    with fake:
         bare.to_empty(device="cpu")
         live = LiveMemory([*bare.parameters(), *bare.buffers()])
         peaks = {"layers": 0, "head": 0}
@@ -233,7 +219,7 @@ def trace_pass(
                 parameter.register_post_accumulate_grad_hook(keep_share)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-                loss, _ = launch.strategy.loss_of(bare, batch)
+                loss, _ = launch.loss_of(bare, batch)
             loss.backward()
         leave("layers")
     return Pass(saved[0], peaks["layers"], peaks["head"])
@@ -245,10 +231,18 @@ TRACED: dict[tuple, Pass] = {}  # What traced() has found before.
 def traced(config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch, rank: int) -> Pass:
     """A pass through so many layers. Those beyond the fourth are taken to hold as much as the third and fourth do."""
     plan, few, many = launch.plan, min(layers, 2), min(layers, 4)
-    growth = 0.0 if launch.has_old_gradients else 1 / launch.strategy.division().gradients
+    growth = 0.0 if launch.has_old_gradients else 1 / launch.layout.shards
     rows = plan.micro_batch_size
-    gathers = launch.strategy.division().gathers
-    key = found.to_json_string(), config.model_dump_json(), rows, layers, growth, launch.precision, gathers, rank
+    key = (
+        found.to_json_string(),
+        config.model_dump_json(),
+        rows,
+        layers,
+        growth,
+        launch.precision,
+        launch.is_sharded,
+        rank,
+    )
     if key not in TRACED:
         passes = {}
         for number in {few, many}:
@@ -295,33 +289,33 @@ def experts_divided(
 
 def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
     """Bytes by what they are for. Their sum is the most that a device holds at a time."""
-    config, division = launch.config, launch.strategy.division()
+    config, layout = launch.config, launch.layout
     recomputes = config.model.gradient_checkpointing or (launch.plugin and launch.plugin.activation_checkpointing)
     model = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
     config = config.model_copy(update={"model": model})
 
-    launch.strategy.check_model(model_without_storage(model, found, layers=1))
-    if division.matrices > 1:
-        found = heads_divided(found, division.matrices)
-    layers = math.ceil(found.get_text_config().num_hidden_layers / division.layers)
+    check_divisible(model_without_storage(model, found, layers=1), config, layout)
+    if layout.tp > 1:
+        found = heads_divided(found, layout.tp)
+    layers = math.ceil(found.get_text_config().num_hidden_layers / layout.pp)
     bare = model_without_storage(model, found, layers)
     parameters, end = list(bare.parameters()), bare.get_input_embeddings().weight.numel()
     # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
     ends = end if bare.all_tied_weights_keys else 2 * end
-    absent = end if division.layers > 1 and ends > end else ends * (1 - 1 / division.matrices)
+    absent = end if layout.pp > 1 and ends > end else ends * (1 - 1 / layout.tp)
     trained = sum(one.numel() for one in parameters if one.requires_grad) - absent
     weights = sum(one.nbytes for one in parameters) - 4 * absent
     hidden = hidden_matrices(bare) if config.optim.name == "muon" else []
     moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
 
-    memory = {"weights": weights / division.weights, "optimizer": 4 * moments / division.optimizer}
-    memory["gradients"] = 4 * trained / division.gradients
-    if division.experts > 1:  # All weights are sharded, but a rank computes with its own experts only.
-        bare = model_without_storage(model, experts_divided(found, division.experts), layers)
-        found = experts_divided(found, division.experts, computes=True)
-    if division.gathers:
-        memory["weights"] += gathered_weights(bare, launch, division, absent)
-    if division.defers and launch.accumulates:
+    memory = {"weights": weights / layout.shards, "optimizer": 4 * moments / layout.shards}
+    memory["gradients"] = 4 * trained / layout.shards
+    if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
+        bare = model_without_storage(model, experts_divided(found, layout.ep), layers)
+        found = experts_divided(found, layout.ep, computes=True)
+    if launch.is_sharded:
+        memory["weights"] += gathered_weights(bare, launch, absent)
+    if launch.defers:
         memory["gradients"] = 4 * (sum(one.numel() for one in bare.parameters() if one.requires_grad) - absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
     activations, most = memory_of_passes(config, found, layers, launch)
@@ -335,21 +329,21 @@ def memory_of_passes(
 ) -> tuple[float, float]:
     """The most bytes that the passes of a step hold at a time, beyond weights and older gradients: while the loss is
     not computed, and altogether."""
-    plan, division = launch.plan, launch.strategy.division()
+    plan, layout = launch.plan, launch.layout
     # Of the ranks that share a row, the first one keeps longer keys and values, and the last one has larger masks.
-    ranks = {0, ranks_per_row() - 1}
+    ranks = {0, layout.row_ranks - 1}
     held = max((traced(config, found, layers, launch, rank) for rank in ranks), key=Pass.peak)
     saved, most = held.layers, held.peak()
-    if division.layers > 1:
+    if layout.pp > 1:
         tokens = plan.micro_batch_size * config.data.sequence_length * plan.grad_accum_steps
         states = 4 * tokens * found.get_text_config().hidden_size
-        in_flight = division.layers * (1 + config.model.chunks_per_rank()) / 2
+        in_flight = layout.pp * (1 + config.model.chunks_per_rank()) / 2
         saved = held.layers + held.saved * (min(in_flight, plan.grad_accum_steps) - 1) + states
         most = max(saved, most + states)
     return saved, most
 
 
-def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, division: Division, absent: float) -> float:
+def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
     """FSDP2 computes with one layer, gathers the next one, and reduces the gradients of the last one in float32.
 
     This rank has none of the `absent` weights.
@@ -360,7 +354,7 @@ def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, division: Div
     sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
     largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
     others = sum(one.numel() for one in bare.parameters()) - absent - sum(sizes)
-    gathered = others + (sum(sizes) if division.gathers_all else 2 * largest)
+    gathered = others + (sum(sizes) if not launch.plugin.reshard_after_forward else 2 * largest)
     return size * gathered + (size + 4) * largest
 
 

@@ -84,13 +84,19 @@ def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
     except UserError as error:
         say(f"Memory: {error}")
         return
-    kind, precision = type(launches[0].strategy).__name__, launches[0].precision
+    kind, precision = named(launches[0]), launches[0].precision
     say(f"\nGiB per device, {kind}, mixed precision {precision}:")
-    if launches[0].strategy.division().experts > 1:
+    if launches[0].layout.ep > 1:
         say("It takes for granted that the router sends equally many tokens to all experts.")
     say(pd.DataFrame(lines).to_string(index=False))
     for text in filter(None, advice):
         say(text)
+
+
+def named(launch: PlannedLaunch) -> str:
+    """What divides the model."""
+    kind = "FSDP2" if launch.is_sharded else "DDP"
+    return f"{kind}, {launch.layout}" if launch.layout.is_divided or launch.layout.row_ranks > 1 else kind
 
 
 def memory_line(launch: PlannedLaunch, memory: dict[str, float]) -> dict[str, str]:
@@ -118,11 +124,11 @@ def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> st
     if launch.config.batch.max_micro_batch_size == "auto":
         return f"{said[0]} That is with all rows of a rank at once; with auto, the launch finds out how many fit."
     savings = SAVINGS
-    division = launch.strategy.division()
-    has_all_weights = division.weights == division.matrices == division.layers == 1
+    has_all_weights = not launch.is_sharded and not launch.layout.is_divided
     if has_all_weights and launch.num_processes > 1:
-        file = getattr(launch.strategy, "launcher_file", "fsdp2.yaml")
-        savings = [{f"accelerate_configs/{file}": ""}, *SAVINGS]
+        ways = {"sp": "sequence_parallel.yaml", "cp": "context_parallel.yaml"}
+        files = [file for way, file in ways.items() if launch.layout.uses(way)]
+        savings = [{f"accelerate_configs/{(files or ['fsdp2.yaml'])[0]}": ""}, *SAVINGS]
     for saving in savings:
         with suppress(UserError):  # From a launch that would be refused.
             changed = launch.changed(saving)

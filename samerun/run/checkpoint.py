@@ -17,7 +17,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from samerun.cli import describe
 from samerun.errors import UserError, explained, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder
-from samerun.parallel.base import DDP
+from samerun.parallel.mesh import Parallelism
 
 
 @dataclass
@@ -166,10 +166,10 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
 
 
 def load_checkpoint(
-    folder: Path, strategy: DDP, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    folder: Path, parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load into the model and optimizers. The checkpoint may be of another strategy and another number of processes."""
-    state = strategy.state(model, optimizers)
+    """Load into the model and optimizers. The checkpoint may be of another layout of the ranks."""
+    state = parallel.state(model, optimizers)
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
     forget_unused(model, optimizers, saved)
@@ -180,7 +180,7 @@ def load_checkpoint(
         surplus = {name for name in saved - state.keys() - of_others if name.startswith("model.")}
         require(not surplus, f"it also has {min(surplus, default='')}")
         dcp.load(state, storage_reader=reader)  # In place.
-    strategy.put_back(state, model, optimizers)
+    parallel.put_back(state, model, optimizers)
 
 
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from samerun.config import Config
 from samerun.early import CORES
 from samerun.errors import UserError, explained, is_main_process, one_line, require, say
-from samerun.parallel.mesh import ranks_per_row
+from samerun.parallel.layout import Layout, layout_of
 from samerun.plan import Plan
 
 
@@ -83,12 +83,13 @@ def start_accelerator(config: Config) -> Accelerator:
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
     launched = int(os.environ.get("WORLD_SIZE", 1))
+    layout = layout_of(config, launched, is_sharded=os.environ.get("ACCELERATE_USE_FSDP") == "true")
     with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
             cpu=cpu,
             log_with=config.run.trackers or None,
             project_dir=f"{config.run.output_dir}/tensorboard",
-            parallelism_config=launched_groups(),
+            parallelism_config=groups_for_accelerate(layout),
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1,  # Each step sets its own number.
@@ -113,15 +114,18 @@ def start_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 
-def launched_groups() -> accelerate.parallelism_config.ParallelismConfig | None:
-    """What Accelerate is told of the groups of processes, if the launcher file has a section about them.
+def groups_for_accelerate(layout: Layout) -> accelerate.parallelism_config.ParallelismConfig | None:
+    """What Accelerate is told of the groups of processes: the copies of the model and their shards.
 
-    Ranks that share rows are sequence parallelism to it in either way. It makes no groups for that, and leaves the
-    model as it is. Its own context parallelism would change the attention.
+    It needs to know of no other dimension, and would change the model for it. Ranks that share rows are shards, too.
     """
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") != "true":
+    has_section = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"  # Otherwise Accelerate would read it.
+    copies = layout.dp_replicate if layout.is_sharded else 1
+    if copies == 1 and not has_section:
         return None
-    return accelerate.parallelism_config.ParallelismConfig(sp_size=ranks_per_row(), cp_size=1)
+    shards = layout.processes // copies if layout.is_sharded else 1
+    sizes = {"dp_replicate_size": copies, "dp_shard_size": shards, "cp_size": 1, "sp_size": 1, "tp_size": 1}
+    return accelerate.parallelism_config.ParallelismConfig(**sizes)
 
 
 def check_precision(precision: str) -> None:
@@ -144,6 +148,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", ".is_gradient_check")  # From peft.
     # transformers 5.17 does not know the new name of this method.
     warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # From Accelerate's mesh for HSDP.
     # Of FSDP2 around tensor parallelism: logits must not be changed in place, and weights could be gathered faster.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

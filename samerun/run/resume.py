@@ -52,7 +52,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     if found is None:
         if run.init_from:
             verify_checkpoint(Path(run.init_from))
-            load_checkpoint(Path(run.init_from), setup.strategy, setup.model, [])
+            load_checkpoint(Path(run.init_from), setup.parallel, setup.model, [])
         return Progress()
 
     checkpoint, manifest = found
@@ -72,7 +72,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     if not setup.is_over(progress) or not setup.folder.is_finished():
-        load_checkpoint(checkpoint, setup.strategy, setup.model, setup.optimizers)
+        load_checkpoint(checkpoint, setup.parallel, setup.model, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 
@@ -112,7 +112,7 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Returns as soon as the state is copied to the memory of the host."""
         self.wait()
-        state = self.stager.stage(self.setup.strategy.state(self.setup.model, self.setup.optimizers))
+        state = self.stager.stage(self.setup.parallel.state(self.setup.model, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
         keep = self.setup.config.run.keep_checkpoints
         self.pending = self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group)

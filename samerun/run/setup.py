@@ -15,7 +15,7 @@ from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.errors import explained, require
 from samerun.model.loss import joins_documents
 from samerun.model.token_bytes import TokenBytes
-from samerun.parallel.base import DDP
+from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import trained_state
 from samerun.plan import Plan, Stage
 from samerun.run.checkpoint import Progress
@@ -29,13 +29,13 @@ class Setup:
     config: Config
     folder: RunFolder
     accelerator: Accelerator
-    strategy: DDP
+    parallel: Parallelism
     tokenizer: transformers.PreTrainedTokenizerBase | None
     train_data: Dataset
     eval_data: dict[str, Dataset]  # By the names of the evaluations; the only one has the name "".
     token_bytes: TokenBytes | None
     bare: torch.nn.Module  # The model itself.
-    model: torch.nn.Module  # The model as the strategy wrapped it; with FSDP2 the same object.
+    model: torch.nn.Module  # As DDP wraps it, or divided among the ranks; then it is the same object.
     optimizers: list[torch.optim.Optimizer]
     parameters: list[torch.nn.Parameter]  # All of `model`, also frozen ones; to collect them in every step takes long.
     stages: list[Stage]
@@ -75,7 +75,7 @@ class Setup:
         return np.arange(len(data))[: self.config.eval.max_rows]
 
     def load_step(self, step: int) -> StepBatch:
-        rank, device = self.strategy.data_parallel_rank, self.accelerator.device
+        rank, device = self.parallel.layout.data_parallel_rank, self.accelerator.device
         stage, joined = self.stage_at(step), joins_documents(self.bare)
         return load_step(step, self.train_data, stage, rank, joined, device)
 
@@ -102,16 +102,16 @@ def check_evaluations(setup: Setup) -> None:
         check_token_ids(data, setup.vocabulary, f"the evaluation data {name}".strip())
 
 
-def largest_micro_batch(strategy: DDP, bare: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def largest_micro_batch(parallel: Parallelism, bare: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """The most rows for which all ranks have memory. Each try is a tenth smaller than the one before.
 
     Unless each rank has the whole model and rows of its own, all devices must be equal: if a single rank fails, the
     others wait for it forever.
     """
-    config, accelerator = strategy.config, strategy.accelerator
+    config, accelerator = parallel.config, parallel.accelerator
     joined = joins_documents(bare)
     row = longest_row(config.data, joined)
-    most = math.ceil(max(rows for _, rows in config.batch_stages()) / strategy.data_parallel_size)
+    most = math.ceil(max(rows for _, rows in config.batch_stages()) / parallel.layout.data_parallel_size)
     trained_state(bare, optimizers)  # Creates the optimizers' state, which takes memory, too.
 
     @memory.find_executable_batch_size(starting_batch_size=most)
@@ -119,7 +119,7 @@ def largest_micro_batch(strategy: DDP, bare: torch.nn.Module, optimizers: list[t
         batch = collate([row] * size, accelerator.device, joined)
         for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
             with accelerator.no_sync(bare), accelerator.autocast():
-                loss, _ = strategy.loss_of(bare, strategy.shard(batch))
+                loss, _ = parallel.loss_of(bare, *parallel.part_of([batch]))
             accelerator.backward(loss * 0)
         return size
 

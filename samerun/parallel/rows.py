@@ -1,0 +1,59 @@
+"""Sequence and context parallelism: ranks share each row.
+
+Each computes on a part of the tokens, so that longer rows fit into memory. Only the attention looks at other tokens,
+see document_attention(): with sp a rank then has all tokens of some heads, with cp its own tokens, and keys and values
+of all of them.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from samerun.config import Config
+from samerun.data.batches import MicroBatch, RowRanks, ends_in, lengthen, places_in
+from samerun.errors import require
+from samerun.model.attention import DOCUMENTS, piece_of
+from samerun.parallel.layout import Layout
+
+
+def check_shared_rows(bare: torch.nn.Module, config: Config, layout: Layout) -> None:
+    """Raises UserError for a model whose rows the ranks cannot share.
+
+    A model whose documents are kept apart by document_attention() looks at other tokens nowhere else.
+    """
+    found, setting = bare.config.get_text_config(), layout.setting("cp" if layout.cp > 1 else "sp")
+    name, joins = found.model_type, bare.config._attn_implementation == DOCUMENTS
+    advice = "needs model.attention sdpa, and a model that works without padding"
+    require(joins, f"{setting} {advice}; not {name}")
+    heads, ranks = found.num_attention_heads, layout.sp * layout.tp
+    advice = "for other sizes take accelerate_configs/context_parallel.yaml"
+    among = setting if layout.tp == 1 else f"{setting} x tp {layout.tp}"
+    require(layout.sp == 1 or heads % ranks == 0, f"{among} must divide the {heads} attention heads; {advice}")
+    # These frequencies follow from the longest document of a pass, of which each rank would know its part only.
+    rope = getattr(found, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        short = rope.get("original_max_position_embeddings", found.max_position_embeddings)
+        is_short = config.data.sequence_length <= short
+        require(is_short, f"{setting}: the rope of this {name} needs data.sequence_length <= {short}")
+
+
+def part_of_row(batch: MicroBatch, layout: Layout, number: int, ranks: RowRanks | None) -> MicroBatch:
+    """The tokens of one of the ranks that share rows: with sp a piece, with cp one of each half. All have as many.
+
+    Late tokens of a document see more than early ones, so the second piece is the mirrored one (section 3.3.2 of
+    Llama 3, arXiv:2407.21783): all ranks have about as much to compute.
+    """
+    own = [number, 2 * layout.cp - 1 - number] if layout.cp > 1 else [number]
+    count = layout.row_ranks * len(own)
+    length = math.ceil(batch.length / count)
+    batch = lengthen(batch, length * count)
+    pieces = [(one * length, (one + 1) * length) for one in own]
+    documents = replace(batch.documents, row_ranks=ranks)
+    if layout.cp > 1:
+        documents = replace(documents, row_pieces=tuple(piece_of(batch.documents, *piece) for piece in pieces))
+    part = {}
+    for name in "input_ids", "targets", "position_ids":
+        part[name] = torch.cat([getattr(batch, name)[:, begin:end] for begin, end in pieces], dim=1)
+    learned = places_in(batch.learned, pieces)
+    return MicroBatch(**part, learned=learned, documents=documents, source_ends=ends_in(batch.source_ends, pieces))

@@ -1,0 +1,271 @@
+"""Any product of dimensions is the run of a plain loop, too: ranks that divide a model in two, three and four ways."""
+
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import (
+    ROOT,
+    VOCABULARY,
+    Done,
+    check_continued,
+    launch,
+    resume_from,
+    run,
+    tiny_config,
+)
+from reference import shuffled, train_reference
+from safetensors.torch import load_file
+
+from samerun.parallel.layout import REFUSED
+
+SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "head_dim": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+SHAPE |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MODELS = {
+    "llama": ("llama", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),  # Its q_norm and k_norm are whole on the ranks of tp.
+    "experts": ("qwen3_moe", EXPERTS),
+    "tied experts": ("qwen3_moe", EXPERTS | {"tie_word_embeddings": True}),
+}
+
+
+def family(folder: Path, name: str) -> Path:
+    """A tiny model whose norms are not all the same numbers."""
+    torch.manual_seed(1)
+    kind, change = MODELS[name]
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SHAPE | change))
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """truth(model): the config of all cases with this model, and the plain loop's result for it."""
+
+    @cache
+    def result(name: str):
+        folder = tmp_path_factory.mktemp("mesh")
+        config = tiny_config(folder)
+        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 9}
+        config["model"]["pretrained"] = str(family(folder / "model", name))
+        config["batch"]["max_micro_batch_size"] = 2
+        rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
+        order = shuffled(config["run"]["seed"], len(rows), 120)
+        rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
+        did = train_reference(config, rows_of, held_out, eval_every=6)
+        clipped = [norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms]
+        assert 3 < sum(clipped)
+        did.model.save_pretrained(folder / "end")  # In the files of a mixture, each expert has matrices of its own.
+        did.weights = load_file(folder / "end" / "model.safetensors")
+        return config, did
+
+    return result
+
+
+def layout(fsdp2: bool, pp: int = 1, ep: int = 1, **sizes: int) -> dict:
+    """How a launch gets these sizes: those that Accelerate knows from the launcher file, the others from the config."""
+    sizes = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+    settings = "--model.pipeline_ranks", pp, "--model.expert_ranks", ep
+    return {"launcher": "fsdp2" if fsdp2 else "multi_gpu", "env": sizes, "settings": settings}
+
+
+# It needs a multiple of 2 passes, and 10 rows on 1 or 2 pipelines are 4 or 2 of 3 rows.
+INTERLEAVED = "--model.pipeline_schedule", "Interleaved1F1B", "--batch.max_micro_batch_size", 3
+EACH = "--batch.sync_each_micro_step", "true"
+CHUNKED = "--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"
+FSDP2, DDP = True, False
+# Model, processes, layout, settings.
+CASES = {
+    "DDP x TP": ("tied", 4, layout(DDP, tp=2), ()),
+    "HSDP x CP": ("llama", 4, layout(FSDP2, dp_replicate=2, cp=2), ()),
+    "HSDP x SP": ("tied", 4, layout(FSDP2, dp_replicate=2, sp=2), ()),
+    "SP x TP": ("llama", 4, layout(DDP, sp=2, tp=2), ()),
+    "CP x TP": ("tied", 4, layout(FSDP2, cp=2, tp=2), CHUNKED),
+    "PP x TP": ("llama", 4, layout(DDP, pp=2, tp=2), INTERLEAVED),
+    "PP x CP": ("tied", 4, layout(FSDP2, pp=2, cp=2), ()),
+    "experts x TP": ("experts", 4, layout(FSDP2, tp=2, ep=4), ()),
+    "experts x PP": ("tied experts", 4, layout(FSDP2, pp=2, ep=2), EACH),
+    "experts x CP": ("experts", 4, layout(FSDP2, cp=2, ep=2), ()),
+    "FSDP2 x TP x PP": ("llama", 8, layout(FSDP2, tp=2, pp=2), ()),
+    "FSDP2 x TP x PP, tied": ("tied", 8, layout(FSDP2, tp=2, pp=2), CHUNKED),
+    "FSDP2 x TP x PP, interleaved": ("llama", 8, layout(FSDP2, tp=2, pp=2), (*INTERLEAVED, *CHUNKED)),
+    "FSDP2 x TP x PP, tied, interleaved": ("tied", 8, layout(FSDP2, tp=2, pp=2), (*INTERLEAVED, *EACH)),
+    "HSDP x TP": ("tied", 8, layout(FSDP2, dp_replicate=2, tp=2), ()),
+    "HSDP x SP, 8": ("llama", 8, layout(FSDP2, dp_replicate=2, sp=2), EACH),
+    "HSDP x CP, 8": ("tied", 8, layout(FSDP2, dp_replicate=2, cp=2), CHUNKED),
+    "DDP x TP x PP": ("tied", 8, layout(DDP, tp=2, pp=2), ()),
+    "CP x TP x FSDP2": ("tied", 8, layout(FSDP2, cp=2, tp=2), ()),
+    "SP x TP x FSDP2": ("llama", 8, layout(FSDP2, sp=2, tp=2), ()),
+    "PP x CP x FSDP2": ("tied", 8, layout(FSDP2, pp=2, cp=2), ()),
+    "PP x SP x FSDP2": ("llama", 8, layout(FSDP2, pp=2, sp=2), INTERLEAVED),
+    "PP x HSDP": ("tied", 8, layout(FSDP2, pp=2, dp_replicate=2), ()),
+    "experts x HSDP": ("experts", 8, layout(FSDP2, dp_replicate=2, ep=2), ()),
+    "experts x PP x TP": ("tied experts", 8, layout(FSDP2, pp=2, tp=2, ep=4), ()),
+    "experts x PP x CP": ("experts", 8, layout(FSDP2, pp=2, cp=2, ep=2), INTERLEAVED),
+    "PP x CP x TP": ("tied", 8, layout(DDP, pp=2, cp=2, tp=2), ()),
+    "PP x FSDP2 x CP x TP": ("tied", 16, layout(FSDP2, pp=2, cp=2, tp=2), INTERLEAVED),
+}
+QUICK = "DDP x TP", "PP x CP", "experts x TP"
+
+
+def start(folder: Path, config: dict, processes: int, how: dict, *settings, **more) -> Done:
+    how = how | {"processes": processes, "script": SCRIPT, "warm": True, "timeout": 900} | more
+    options = how.pop("options", ("--mixed_precision", "no"))
+    return launch(folder, config, *how.pop("settings"), *settings, options=options, **how)
+
+
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory):
+    """runs(case, *settings): the finished run of a case. Each is made once."""
+
+    @cache
+    def result(case: str, *more) -> Done:
+        name, processes, how, settings = CASES[case]
+        return start(tmp_path_factory.mktemp("run"), truth(name)[0], processes, how, *settings, *more)
+
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_plain_loop(truth, runs, case):
+    """With accumulation, clipping, uneven rows and evaluation. Every token counts once; the export loads as ever."""
+    did, done = truth(CASES[case][0])[1], runs(case)
+    did.check(done)
+    assert done.logged("train/target_tokens") == list(accumulate(did.targets))
+    evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
+    assert done.metrics[0]["plan/grad_accum_steps"] > 1
+    assert "Warning" not in done.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids).logits, did.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_begins_as_the_plain_loop(truth, runs, case):
+    """A few steps, in which the learning rate is that of the longer run."""
+    did, done = truth(CASES[case][0])[1], runs(case, "--run.max_steps", 5, "--data.eval_source", "null")
+    np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, ways",
+    [
+        ("tied", ["FSDP2 x TP x PP, tied", None, "CP x TP x FSDP2", "HSDP x TP"]),
+        ("tied experts", ["experts x PP x TP", None, "experts x PP"]),
+    ],
+)
+def test_checkpoint_moves(truth, runs, tmp_path, name, ways):
+    """From one layout of three dimensions to one process, to another one, and to HSDP x TP."""
+    config, did = truth(name)
+    done = runs(ways[0])
+    for number, case in enumerate(ways[1:], start=1):
+        step = 4 if number == 1 else 8
+        settings = *resume_from(done, step), "--run.output_dir", tmp_path / f"{number}"
+        if case is None:
+            done = run(tmp_path, config, *settings)
+        else:
+            _, processes, how, more = CASES[case]
+            done = start(tmp_path, config, processes, how, *more, *settings)
+        check_continued(done, did, step)
+
+
+MISTAKE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from torch.distributed.fsdp import FSDPModule
+from samerun.parallel import mesh
+from samerun.parallel.layout import Layout
+from samerun.parallel.mesh import Parallelism
+from samerun.parallel.pipeline import PipelineSchedule
+divide_by, divide_matrices = FSDPModule.set_gradient_divide_factor, mesh.divide_matrices
+note_reductions = Parallelism.note_reductions
+def note_none_of_the_first(self, *arguments):
+    note_reductions(self, *arguments)
+    del self.owed[0]
+CHANGE
+sys.exit(train.main())
+"""
+# What is wrong, model, processes, layout; then which weight the message names. None of them changes the loss.
+MISTAKES = {
+    "experts are divided twice": (
+        "FSDPModule.set_gradient_divide_factor = lambda self, factor: divide_by(self, 2 * factor)",
+        ("experts", 4, layout(FSDP2, dp_replicate=2, ep=2)),
+        r"model\.layers\.\d\.mlp\.experts\.\w+",
+    ),
+    "a tied embedding is not added up": (
+        "PipelineSchedule.tied = lambda self: None",
+        ("tied", 2, layout(DDP, pp=2)),
+        r"model\.embed_tokens\.weight",
+    ),
+    "norms of heads are not added up": (
+        "mesh.divide_matrices = lambda *some, **others: divide_matrices(*some, **others)[:0]",
+        ("tied", 2, layout(DDP, tp=2)),
+        r"model\.layers\.\d\.self_attn\.[qk]_norm\.weight",
+    ),
+    "cp is left out of the average": (
+        "Layout.averages_over = property(lambda self: self.data_parallel_size)",
+        ("llama", 4, layout(FSDP2, cp=2, tp=2)),
+        r"[\w.]+\.weight",
+    ),
+    "ranks with other rows are not added up": (
+        "Parallelism.note_reductions = note_none_of_the_first",
+        ("llama", 4, layout(DDP, tp=2)),
+        r"[\w.]+\.weight",
+    ),
+    "the last micro-step does not average": (
+        "PipelineSchedule.average_from_now_on = lambda *_: None",
+        ("llama", 4, layout(FSDP2, pp=2)),
+        r"[\w.]+\.weight",
+    ),
+}
+QUICKLY_REFUSED = ("a tied embedding is not added up", "no"), ("norms of heads are not added up", "bf16")
+REFUSALS = [(mistake, precision) for mistake in MISTAKES for precision in ("no", "bf16")]
+
+
+@pytest.mark.parametrize(
+    "mistake, precision",
+    [pytest.param(*it, marks=() if it in QUICKLY_REFUSED else pytest.mark.slow) for it in REFUSALS],
+)
+def test_a_mistake_is_refused_by_the_name_of_a_weight(truth, tmp_path, mistake, precision):
+    """In bf16, too, where the losses of the first steps would tell nothing."""
+    change, (name, processes, how), weight = MISTAKES[mistake]
+    script = tmp_path / "fork.py"
+    script.write_text(MISTAKE.replace("CHANGE", change))
+    more = {"options": ("--mixed_precision", precision), "script": (SCRIPT[0], script), "expect": None}
+    output = start(tmp_path, truth(name)[0], processes, how, **more).output
+    [found] = re.findall("^error: .*", output, re.M)
+    kind = MODELS[name][0]
+    expected = f"error: launch: divided as .*, a {kind} computes another gradient of {weight}; take FSDP2"
+    assert re.fullmatch(expected, found)
+
+
+def matrix() -> str:
+    """What can be combined, as README.md has it."""
+    names = {"dp_shard": "FSDP2, HSDP", "cp": "`cp`", "sp": "`sp`", "tp": "`tp`", "ep": "`ep`", "pp": "`pp`"}
+    lines = [f"| | {' | '.join(names.values())} | why not |", "|---" * (len(names) + 2) + "|"]
+    for refusal in REFUSED:
+        cells = ["no" if name in refusal.dimensions else "yes" for name in names]
+        setting, *rest = refusal.setting.split(" ", 1)
+        lines.append(f"| {' '.join([f'`{setting}`', *rest])} | {' | '.join(cells)} | {refusal.reason} |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_matrix():
+    assert matrix() in (ROOT / "accelerate_configs" / "README.md").read_text()
