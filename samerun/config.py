@@ -169,6 +169,8 @@ class Data(Source):
     """File with a Jinja chat template to use in place of the tokenizer's own."""
     special_tokens: Texts = []
     """Tokens to add to the tokenizer, such as the markers of a chat template that it does not know."""
+    parse_special_tokens: bool = False
+    """Read a special token where a document or a prompt says one, as <|endoftext|>. Otherwise that is plain text."""
     tokenizer: Location | None = None
     """Hub name or folder, or bytes for UTF-8; null: that of model.pretrained, or bytes; with format tokens, none."""
     sequence_length: int = Field(512, ge=2)

@@ -480,9 +480,12 @@ case(
 )
 case(
     "tokenizer that cannot tell who speaks",
-    TEMPLATE | {"data.tokenizer": None},
-    "data.tokenizer: bytes is not a fast tokenizer; only fast ones tell the assistant's tokens; name another one",
-    make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+    TEMPLATE | {"data.tokenizer": "TMP/slow"},
+    "TMP/slow is not a fast tokenizer; only fast ones tell the assistant's tokens; name another one",
+    make=lambda tmp, data: (
+        transformers.ByT5Tokenizer().save_pretrained(tmp / "slow"),
+        jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})(tmp, data),
+    ),
 )
 case(
     "nobody answers",

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Data, Model
 from samerun.data.documents import load_documents
+from samerun.data.encode import Encoder
 from samerun.data.load import load_data
 from samerun.data.tokenize import tokenize, tokenize_text
 from samerun.errors import UserError
@@ -113,7 +114,7 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     """Byte pairs may join its last letter with the first of the completion. That token is learned."""
     tokenizer = transformers.ByT5Tokenizer()
     tokenizer.add_tokens(["bc"])
-    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
+    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], Encoder(tokenizer))
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
 
@@ -128,8 +129,8 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
     specials = [("<s>", 259), ("<|im_end|>", END)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     config = mock.Mock(data=Data(files="a.txt"))
-    assert encode_prompt("ab", config, tokenizer)["input_ids"].tolist() == [list(ids)]
-    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], tokenizer)["input_ids"]
+    assert encode_prompt("ab", config, tokenizer).tolist() == [list(ids)]
+    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], Encoder(tokenizer))["input_ids"]
     assert text == [*ids, END]
 
 

@@ -170,7 +170,7 @@ def write_index(documents: datasets.Dataset, packing: str, length: int, folder: 
 
 
 # What they hold decides the tokens, or how they are cut into rows: other code makes new ones.
-ROOMS_OF_TOKENS = tuple(f"samerun.data.{room}" for room in ("order", "sources", "documents", "tokenize"))
+ROOMS_OF_TOKENS = tuple(f"samerun.data.{room}" for room in ("order", "sources", "documents", "encode", "tokenize"))
 ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "index"))
 
 
@@ -181,7 +181,7 @@ def load_rows(source: Source, config: Data, tokenizer, made_by: str, seed: int, 
     packed in another way have an index of their own, and the same tokens.
     """
     selection = [config.eval_fraction, seed, held_out, ORDER] if config.eval_fraction else []
-    settings = [config.format, config.column, config.drop_nulls]
+    settings = [config.format, config.column, config.drop_nulls, config.parse_special_tokens]
     tokens_key = hashed_key(identity_of(source), settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
     index_key = hashed_key(tokens_key, config.packing, config.sequence_length, ORDER, source_of(*ROOMS_OF_ROWS))
     cache = Path(datasets.config.HF_DATASETS_CACHE)

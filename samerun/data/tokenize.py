@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from samerun.config import Data
+from samerun.data.encode import Encoder
 from samerun.data.order import running_sum
 from samerun.early import CORES
 from samerun.errors import UserError, explained, require, say
@@ -46,6 +47,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
         leftover.unlink()
     size = documents.data.nbytes * len(documents) / documents.data.num_rows  # The table also has rows left out.
     count = max(1, min(math.ceil(size / PART), MOST_FILES // CORES, len(documents)))
+    encoder = Encoder(tokenizer, config.parse_special_tokens)
     parts = [documents.shard(count, number, contiguous=True) for number in range(count)]
     files = [folder / f"{number}-of-{count}.arrow" for number in range(1, count + 1)]
     missing = [file for file in files if not is_complete(file)]
@@ -55,7 +57,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
     tokenized, done, new, started = [], 0, 0, time.monotonic()
     with explained(f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"):
         for part, file in zip(parts, files):
-            tokenized.append(tokenize_part(part, done, config, tokenizer, file))
+            tokenized.append(tokenize_part(part, done, config, encoder, file))
             done += len(part)
             if file in missing and done < len(documents):
                 new += len(part)
@@ -72,14 +74,14 @@ def is_complete(part: Path) -> bool:
 
 
 def tokenize_part(
-    documents: datasets.Dataset, first: int, config: Data, tokenizer, cache_file: Path
+    documents: datasets.Dataset, first: int, config: Data, encoder: Encoder, cache_file: Path
 ) -> datasets.Dataset:
     """As tokenize(). The first document has the number `first`. Works in parallel, and leaves the result in files."""
     columns = documents.column_names
     try:
         return documents.map(
             tokenize_chat if config.format == "chat" else tokenize_text,
-            fn_kwargs={"columns": columns, "tokenizer": tokenizer},
+            fn_kwargs={"columns": columns, "encoder": encoder},
             with_indices=True,
             batched=True,
             batch_size=64,
@@ -98,19 +100,19 @@ def tokenize_part(
         raise UserError(f"row {number}, counted from 0: {why[0]}") from error
 
 
-def tokenize_text(batch: dict, numbers: list[int], columns: list[str], tokenizer) -> dict:
+def tokenize_text(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder) -> dict:
     """Token ids of each text, ending in the tokenizer's end-of-text token where it has one.
 
     A prompt and its completion are one text, and get labels, which are -100 in the prompt.
     """
-    documents = tokenizer(["".join(parts) for parts in zip(*(batch[name] for name in columns))])["input_ids"]
-    end = tokenizer.eos_token_id
+    documents = encoder.texts(["".join(parts) for parts in zip(*(batch[name] for name in columns))])
+    end = encoder.tokenizer.eos_token_id
     if end is not None:
         documents = [ids if ids[-1:] == [end] else ids + [end] for ids in documents]
     if len(columns) == 1:
         return {"input_ids": documents}
     labels = []
-    for ids, prompt in zip(documents, tokenizer(batch[columns[0]])["input_ids"]):
+    for ids, prompt in zip(documents, encoder.texts(batch[columns[0]])):
         start = common_length(ids, prompt)
         labels.append([-100] * start + ids[start:])
     return {"input_ids": documents, "labels": labels}
@@ -122,7 +124,7 @@ def common_length(ids: list[int], prompt: list[int]) -> int:
     return sum(1 for _ in same)
 
 
-def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], tokenizer) -> dict:
+def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder) -> dict:
     """Token ids of each conversation, and labels that are -100 except for what the assistant says.
 
     Of a prompt and its completion, only what the assistant says in the completion is learned.
@@ -131,8 +133,8 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], tokenizer
     for number, *parts in zip(numbers, *(batch[name] for name in columns)):
         try:
             turns = [turns_of(messages) for messages in parts]
-            ids, said_by_assistant = tokenize_turns(list(itertools.chain(*turns)), tokenizer)
-            prompt = tokenize_turns(turns[0], tokenizer)[0] if len(parts) == 2 else []
+            ids, said_by_assistant = tokenize_turns(list(itertools.chain(*turns)), encoder)
+            prompt = tokenize_turns(turns[0], encoder)[0] if len(parts) == 2 else []
             start = common_length(ids, prompt)
             if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
                 raise ValueError("the chat template changes the prompt if more follows; end it with the user")
@@ -144,7 +146,7 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], tokenizer
     return rows
 
 
-def tokenize_turns(turns: list[dict[str, Any]], tokenizer) -> tuple[list[int], np.ndarray]:
+def tokenize_turns(turns: list[dict[str, Any]], encoder: Encoder) -> tuple[list[int], np.ndarray]:
     """Token ids of a conversation, and which of them have a character of what the assistant says.
 
     apply_chat_template() tells the latter, too. But if the last character of a turn has no token of its own, such as a
@@ -152,20 +154,24 @@ def tokenize_turns(turns: list[dict[str, Any]], tokenizer) -> tuple[list[int], n
     """
     if not turns:
         raise ValueError("it has no messages")
-    [text], [spans] = render_jinja_template(
-        [turns],
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+    text, spans = render(turns, encoder, return_assistant_tokens_mask=True)
     is_said = np.zeros(len(text), bool)
     for begin, end in spans:
         is_said[begin:end] = True
     said_before = running_sum(is_said)
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    begins, ends = np.array(tokens["offset_mapping"], np.int64).reshape(-1, 2).T
-    begins = np.minimum(begins, np.maximum(ends - 1, 0))  # Some tokenizers say that a token of spaces has no width.
-    return tokens["input_ids"], said_before[begins] < said_before[ends]
+    ids, begins, ends = encoder.conversation(text)
+    return ids, said_before[begins] < said_before[ends]
+
+
+def render(turns: list[dict[str, Any]], encoder: Encoder, **options: Any) -> tuple[str, list[tuple[int, int]]]:
+    """What the chat template makes of turns, for Encoder.conversation(), and where its generation blocks are."""
+    [text], spans = render_jinja_template(
+        [encoder.said_by_message(turns)],
+        chat_template=encoder.tokenizer.get_chat_template(),
+        **encoder.tokenizer.special_tokens_map,
+        **options,
+    )
+    return text, spans[0] if spans else []
 
 
 def turns_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

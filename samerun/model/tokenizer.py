@@ -5,8 +5,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from samerun.config import Data, Model
+from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize_turns
 from samerun.errors import explained, say
 
@@ -18,7 +24,7 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     name = config.tokenizer or model.pretrained or "bytes"
     with explained(f"data.tokenizer (null: model.pretrained): cannot load {name}", name):
         if name == "bytes":
-            tokenizer = transformers.ByT5Tokenizer()
+            tokenizer = byte_tokenizer()
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
             # It tells whether there was a network, and the key of the tokens must not depend on that.
@@ -30,10 +36,24 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     return tokenizer
 
 
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Tokens are bytes of UTF-8, and have the ids of ByT5 (arXiv:2105.13626). Of its further special tokens, the first
+    two are the markers of ChatML."""
+    alphabet = [name for _, name in sorted(bytes_to_unicode().items())]
+    reserved = [f"<extra_id_{number}>" for number in range(123)]
+    names = ["<pad>", "</s>", "<unk>", *alphabet, "<|im_start|>", "<|im_end|>", *reserved]
+    backend = Tokenizer(BPE({name: number for number, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens([name for name in names if name not in alphabet])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
 def end_of_turn(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
     """The token by which the chat template ends what the assistant says; None if it is not a single, special one."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    said = [token for token, is_said in zip(*tokenize_turns(turns, tokenizer)) if is_said]
+    said = [token for token, is_said in zip(*tokenize_turns(turns, Encoder(tokenizer, parse=True))) if is_said]
     while said and not tokenizer.decode(said[-1]).strip():  # Some templates add a line's end.
         said.pop()
     is_special = said and said[-1] in tokenizer.added_tokens_decoder
