@@ -163,6 +163,8 @@ class Data(Source):
     """What a document is: a text; a chat, a list of role and content; or tokens, input_ids with optional labels."""
     column: str | None = None
     """Column that holds the documents; null is text, messages, conversations, prompt and completion, or input_ids."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the tokens in files .bin or .npy that do not tell it."""
     drop_nulls: bool = False
     """Leave out rows whose document is null, such as an empty cell of a .csv. Otherwise they end the run."""
     chat_template: Location | None = None

@@ -86,6 +86,7 @@ def tokenize_part(
             batched=True,
             batch_size=64,
             remove_columns=columns,
+            features=smallest_types(encoder.tokenizer, has_labels=config.format == "chat" or len(columns) == 2),
             num_proc=min(CORES, len(documents) // 64) or None,
             load_from_cache_file=True,
             cache_file_name=str(cache_file),
@@ -98,6 +99,15 @@ def tokenize_part(
             raise
         number = documents._indices.column(0)[number].as_py() if documents._indices else first + number
         raise UserError(f"row {number}, counted from 0: {why[0]}") from error
+
+
+def smallest_types(tokenizer, has_labels: bool) -> datasets.Features:
+    """Types in which all ids fit, because tokens are most of what is on the disk. Labels may also be -100."""
+    end = max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()), 128)
+    types = {"input_ids": np.min_scalar_type(end - 1)}
+    if has_labels:
+        types["labels"] = np.min_scalar_type(-end)
+    return datasets.Features({name: datasets.List(datasets.Value(kind.name)) for name, kind in types.items()})
 
 
 def tokenize_text(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder) -> dict:
