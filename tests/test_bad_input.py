@@ -432,7 +432,7 @@ case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1},
 case(
     "chat without a template",
     CHAT | {"data.tokenizer": "DATA/tokenizer"},
-    "data.chat_template: null, that of DATA/tokenizer: it must mark the assistant's turns by {% generation %} and",
+    "data.chat_template: null, and DATA/tokenizer has none; name a file, such as configs/chat_template.jinja",
     make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
 )
 case(

@@ -346,9 +346,9 @@ def test_dates_are_not_learned_as_another_text(tmp_path):
 
 
 def test_columns_that_are_not_read_are_told(tmp_path, capsys):
-    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3}
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3, "n": 4}
     documents(tmp_path, [row], "chat", **CHATML)
-    assert "columns read: messages; not read: tools, id.\n" in capsys.readouterr().out
+    assert "columns read: messages, tools; not read: id, n.\n" in capsys.readouterr().out
 
 
 def test_what_is_told_of_several_sources(tmp_path, capsys):

@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from samerun.config import Data, Model
+from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.data.tokenize import tokenize, tokenize_turns
+from samerun.data.tokenize import tokenize
 from samerun.model.build import build_model, flops_per_token
 from samerun.model.tokenizer import load_tokenizer
 

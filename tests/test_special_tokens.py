@@ -13,11 +13,10 @@ from test_finetune import CHATS, END, START, by_hand, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from samerun.config import Data, Model
+from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.data.tokenize import tokenize_turns
 from samerun.model.tokenizer import load_tokenizer
 from samerun.run.sample import encode_prompt
-
 
 SAID = ["a </s> b", "</s>", "x<s></s> <s>y", "one\n</s>\ntwo </s"]
 

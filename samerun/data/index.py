@@ -226,7 +226,7 @@ def write_index(
 
 # What they hold decides the tokens, or how they are cut into rows: other code makes new ones.
 ROOMS_OF_TOKENS = tuple(
-    f"samerun.data.{room}" for room in ("order", "sources", "token_files", "documents", "encode", "tokenize")
+    f"samerun.data.{room}" for room in ("order", "sources", "token_files", "documents", "encode", "chat", "tokenize")
 )
 ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "overlap", "index"))
 
@@ -249,7 +249,8 @@ def load_rows(
     flat = names_of_token_files(source, config)
     identity = identity_of_token_files(flat) if flat else identity_of(source)
     selection = [config.eval_fraction, seed, held_out, ORDER] if config.eval_fraction else []
-    settings = [config.format, config.column, config.drop_nulls, config.parse_special_tokens, config.token_dtype]
+    settings = [config.format, config.column, config.train_on, config.drop_nulls, config.parse_special_tokens]
+    settings.append(config.token_dtype)
     tokens_key = hashed_key(identity, settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
     apart_from = None if others is None else [other.folder.name for other in others]
     rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(*ROOMS_OF_ROWS)]

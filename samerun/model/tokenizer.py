@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -12,8 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from samerun.config import Data, Model
+from samerun.data.chat import marks_turns, tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.data.tokenize import tokenize_turns
 from samerun.errors import explained, say
 
 
@@ -33,7 +34,37 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     if config.chat_template:
         with explained(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
             tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
+    elif config.format == "chat" or any(source.format == "chat" for source in (config.sources or {}).values()):
+        take_training_template(tokenizer)
+    set_variables(tokenizer, config.chat_template_kwargs or {})
     return tokenizer
+
+
+def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Where the tokenizer's own template does not mark what the assistant says, TRL may have one that does."""
+    if tokenizer.chat_template is None or marks_turns(tokenizer.get_chat_template()):
+        return
+    from trl.chat_template_utils import get_training_chat_template  # Not at the top of the file: it takes two seconds.
+
+    try:
+        tokenizer.chat_template = get_training_chat_template(tokenizer)
+        say("The tokenizer's chat template does not mark what the assistant says. TRL's training template replaces it.")
+    except ValueError:  # TRL does not know it.
+        say(
+            "The chat template does not mark what the assistant says. It is found in each conversation by what a turn "
+            "adds to the text."
+        )
+
+
+def set_variables(tokenizer: transformers.PreTrainedTokenizerBase, variables: dict[str, Any]) -> None:
+    """Give variables of the chat template a default value. Jinja writes a value as Python does."""
+    lines = ""
+    for name, value in variables.items():
+        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+    if isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: lines + template for name, template in tokenizer.chat_template.items()}
+    elif tokenizer.chat_template is not None:
+        tokenizer.chat_template = lines + tokenizer.chat_template
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

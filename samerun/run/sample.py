@@ -4,8 +4,8 @@ import torch
 import transformers
 
 from samerun.config import Config
+from samerun.data.chat import render
 from samerun.data.encode import Encoder
-from samerun.data.tokenize import render
 from samerun.errors import require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size

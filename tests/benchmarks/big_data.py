@@ -2,7 +2,7 @@
 
     python tests/benchmarks/big_data.py [--rows 100000000] [--packing none|concat] [--sparse | --megatron]
                                         [--longest 7] [--eval_fraction 0] [--folder FOLDER]
-    python tests/benchmarks/big_data.py --shuffle
+    python tests/benchmarks/big_data.py --shuffle | --hashes
 
 Writes that many documents of 1 to 7 tokens as memory-mapped Arrow in the small record batches that `datasets` writes,
 and 10,000 of the same kind. train.py's own functions load both, each start in a process of its own: the first start,
@@ -19,6 +19,8 @@ bytes a row with packing none.
 compares all documents with those that are held out; --longest is the most tokens of a document.
 
 With --shuffle it measures only how long it takes to find out which rows come next, for data of several sizes.
+With --hashes, only how long it takes to compare 10,000,000 documents with 100,000 that are held out; their hashes are
+measured on fewer documents.
 """
 
 import argparse
@@ -214,6 +216,26 @@ def measure_shuffle() -> None:
         print(f"{count:<13,} {seconds[0] * 1000:22.2f} {seconds[1]:25.2f}")
 
 
+def measure_hashes() -> None:
+    """The processor time of hash_documents() for documents of several lengths, and that of the comparison."""
+    from samerun.data.overlap import are_among, hash_documents
+
+    rng, count = np.random.default_rng(SEED), 10_000_000
+    for length, measured in (4, 1_000_000), (500, 100_000), (4000, 20_000):
+        offsets = np.arange(measured + 1) * length
+        ids = pa.array(rng.integers(0, 50_000, offsets[-1], dtype=np.uint16))
+        table = pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids)})
+        documents = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="hashes")
+        busy = time.process_time()
+        hash_documents(documents)
+        seconds = (time.process_time() - busy) / measured * count
+        print(f"hashes of {count:,} documents of {length:,} tokens: {seconds:.1f} s, from {measured:,} of them")
+    hashes = rng.integers(-(2**63), 2**63, count, dtype=np.int64)
+    busy = time.process_time()
+    are_among(hashes, [hashes[:100_000].copy()])
+    print(f"{count:,} hashes against 100,000: {time.process_time() - busy:.1f} s")
+
+
 def start(folder: Path, args: argparse.Namespace, where: float | None) -> dict[str, float]:
     """What measure() finds in a process of its own, or measure_launch() if `where` is None."""
     command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--measure", json.dumps(where)]
@@ -270,10 +292,14 @@ def main() -> int:
     parser.add_argument("--eval_fraction", type=float, default=0.0, help="data.eval_fraction")
     parser.add_argument("--folder", type=Path, help="kept afterwards; by default a temporary one")
     parser.add_argument("--shuffle", action="store_true", help="measure only the order of the rows")
+    parser.add_argument("--hashes", action="store_true", help="measure only the comparison with what is held out")
     parser.add_argument("--measure", type=json.loads, default=False, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.shuffle:
         measure_shuffle()
+        return 0
+    if args.hashes:
+        measure_hashes()
         return 0
     if args.measure is not False:
         if args.measure is None:

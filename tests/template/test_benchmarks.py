@@ -21,6 +21,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
         r"^a row is read in [\d.]+ times the time, and again in ",
     ),
     "big_data --sparse": ("--rows 20000", r"^a row is read in [\d.]+ times the time, and again in "),
+    "big_data --hashes": ("", r"^10,000,000 hashes against 100,000: [\d.]+ s$"),
     "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
     "chunked_loss": (
