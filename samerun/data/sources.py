@@ -19,6 +19,7 @@ import datasets
 import pandas as pd
 
 from samerun.config import Source
+from samerun.data.stdlib_chats import write_stdlib_chats
 from samerun.errors import explained, require
 from samerun.files import real_path, stamp
 
@@ -46,9 +47,11 @@ def list_files(patterns: list[str]) -> list[str]:
 
 
 def full_pattern(pattern: str) -> str:
-    """The pattern with the folders that ~ and {stdlib} stand for."""
+    """The pattern with the folders that ~ and {stdlib} stand for, and the file that {stdlib_chats} does."""
     if pattern.startswith("!"):
         return f"!{full_pattern(pattern[1:])}"
+    if pattern == "{stdlib_chats}":
+        return write_stdlib_chats()
     return os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
 
 
