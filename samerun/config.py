@@ -38,6 +38,12 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None)]
 
 
+# A column, or two: of prompts and of their completions.
+Columns = Annotated[
+    list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None), Field(max_length=2)
+]
+
+
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
 
 
@@ -119,7 +125,7 @@ class Source(Section):
     name: str | None = None
     """Configuration of the data set, as load_dataset takes it."""
     files: Texts = []
-    """Local files, folders, globs or URLs; !pattern leaves files out; {stdlib} is Python's own library."""
+    """Files, folders, globs, URLs; !pattern leaves out; {stdlib}: Python's library; {stdlib_chats}: chats on it."""
     split: str = "train"
     """Split of the data set."""
 
@@ -152,8 +158,8 @@ class WeightedSource(Source):
     """Share of the rows, in proportion to the weights of the other sources."""
     format: Literal["text", "chat", "tokens"] | None = None
     """What a document of this source is; null is data.format."""
-    column: str | None = None
-    """Column that holds the documents of this source; null is data.column."""
+    column: Columns = []
+    """Column of the documents of this source, or two of pairs; null is data.column."""
 
 
 class Data(Source):
@@ -161,14 +167,22 @@ class Data(Source):
     """In place of path or files: several sources by name, each with its path or files and a weight."""
     format: Literal["text", "chat", "tokens"] = "text"
     """What a document is: a text; a chat, a list of role and content; or tokens, input_ids with optional labels."""
-    column: str | None = None
-    """Column that holds the documents; null is text, messages, conversations, prompt and completion, or input_ids."""
+    column: Columns = []
+    """Column of the documents, or two of pairs; null: text, messages, conversations, input_ids, prompt + completion."""
+    train_on: Literal["all", "last"] = "all"
+    """Of a chat, learn all that the assistant says, or its last turn."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the tokens in files .bin or .npy that do not tell it."""
     drop_nulls: bool = False
     """Leave out rows whose document is null, such as an empty cell of a .csv. Otherwise they end the run."""
     chat_template: Location | None = None
     """File with a Jinja chat template to use in place of the tokenizer's own."""
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] | None = None
+    """Variables of the chat template, such as enable_thinking, in training, in samples and in the exported template."""
     special_tokens: Texts = []
     """Tokens to add to the tokenizer, such as the markers of a chat template that it does not know."""
+    parse_special_tokens: bool = False
+    """Read a special token where a document or a prompt says one, as <|endoftext|>. Otherwise that is plain text."""
     tokenizer: Location | None = None
     """Hub name or folder, or bytes for UTF-8; null: that of model.pretrained, or bytes; with format tokens, none."""
     sequence_length: int = Field(512, ge=2)

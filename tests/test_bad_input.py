@@ -432,7 +432,7 @@ case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1},
 case(
     "chat without a template",
     CHAT | {"data.tokenizer": "DATA/tokenizer"},
-    "data.chat_template: null, that of DATA/tokenizer: it must mark the assistant's turns by {% generation %} and",
+    "data.chat_template: null, and DATA/tokenizer has none; name a file, such as configs/chat_template.jinja",
     make=jsonl({"messages": [{"role": "user", "content": "a"}]}),
 )
 case(
@@ -480,9 +480,12 @@ case(
 )
 case(
     "tokenizer that cannot tell who speaks",
-    TEMPLATE | {"data.tokenizer": None},
-    "data.tokenizer: bytes is not a fast tokenizer; only fast ones tell the assistant's tokens; name another one",
-    make=jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+    TEMPLATE | {"data.tokenizer": "TMP/slow"},
+    "TMP/slow is not a fast tokenizer; only fast ones tell the assistant's tokens; name another one",
+    make=lambda tmp, data: (
+        transformers.ByT5Tokenizer().save_pretrained(tmp / "slow"),
+        jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})(tmp, data),
+    ),
 )
 case(
     "nobody answers",

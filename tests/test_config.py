@@ -176,7 +176,8 @@ def test_ranges(load, refusal, path, edge, beyond):
 def test_every_field_refuses_another_type(refusal):
     """A mapping where there is none, and a number for what is one: refused under the field's own path, once."""
     for path in FIELDS:
-        wrong = "3" if path in ("model.architecture", "model.lora", "data.eval_source") else "{x: 1}"
+        mappings = ("model.architecture", "model.lora", "data.eval_source", "data.chat_template_kwargs")
+        wrong = "3" if path in mappings else "{x: 1}"
         message = refusal(f"--{path}", wrong)
         assert re.match(rf"(--)?{path}\b.*$(?!\n)", message or "accepted"), f"{path}: {message}"
 

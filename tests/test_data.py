@@ -1,6 +1,7 @@
 """What a document may be: in which columns and of which types, and which rows are left out."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -16,7 +17,9 @@ from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Data, Model
 from samerun.data.documents import load_documents
+from samerun.data.encode import Encoder
 from samerun.data.load import load_data
+from samerun.data.rows import Dataset
 from samerun.data.tokenize import tokenize, tokenize_text
 from samerun.errors import UserError
 from samerun.model.tokenizer import load_tokenizer
@@ -113,7 +116,7 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     """Byte pairs may join its last letter with the first of the completion. That token is learned."""
     tokenizer = transformers.ByT5Tokenizer()
     tokenizer.add_tokens(["bc"])
-    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], tokenizer)
+    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], Encoder(tokenizer))
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
 
@@ -128,8 +131,8 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
     specials = [("<s>", 259), ("<|im_end|>", END)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     config = mock.Mock(data=Data(files="a.txt"))
-    assert encode_prompt("ab", config, tokenizer)["input_ids"].tolist() == [list(ids)]
-    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], tokenizer)["input_ids"]
+    assert encode_prompt("ab", config, tokenizer).tolist() == [list(ids)]
+    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], Encoder(tokenizer))["input_ids"]
     assert text == [*ids, END]
 
 
@@ -162,23 +165,75 @@ def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, tex
 @pytest.mark.parametrize(
     "source, held_out, shared",
     [
-        ({"files": "docs"}, {"files": ["c.txt", "a.txt"]}, "docs/a.txt."),
-        ({"files": "docs"}, {"files": "docs"}, "docs/a.txt and 1 more files."),
+        ({"files": "docs"}, {"files": ["c.txt", "a.txt"]}, "1 of 2 documents are"),
+        ({"files": "docs"}, {"files": "docs"}, "2 of 2 documents are"),
         ({"files": "docs"}, {"files": "c.txt"}, None),
-        ({"path": "docs"}, {"path": "docs"}, "docs, split train."),
-        ({"path": "docs"}, {"files": "c.txt"}, None),
+        ({"files": "docs"}, {"files": "copy.jsonl"}, "1 of 2 documents are"),
+        ({"path": "docs"}, {"path": "docs"}, "2 of 2 documents are"),
+        ({"path": "lines"}, {"path": "lines", "split": "train[:20%]"}, "2 of 2 documents are"),
+        ({"path": "lines", "split": "train[20%:]"}, {"path": "lines", "split": "train[:20%]"}, None),
+        ({"path": "lines"}, {"files": "lines/a.jsonl"}, "10 of 10 documents are"),
+        (
+            {"sources": {"a": {"files": "docs", "weight": 1}, "b": {"files": "c.txt", "weight": 1}}},
+            {"files": "c.txt"},
+            "1 of 1",
+        ),
     ],
 )
 def test_evaluation_on_what_is_trained_on_is_told(tmp_path, monkeypatch, capsys, source, held_out, shared):
-    """Also where a file has two names."""
+    """What is read is compared, not the names by which it is given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
+    (tmp_path / "lines").mkdir()
     for name in ("docs/a.txt", "docs/b.txt", "c.txt"):
-        (tmp_path / name).write_text("some words")
+        (tmp_path / name).write_text(f"some words of {name}\n")
     (tmp_path / "a.txt").symlink_to("docs/a.txt")
-    load_data(Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
-    told = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
-    assert len(told) == bool(shared) and all(line.endswith(shared) for line in told)
+    copy = [{"text": "some words of docs/a.txt\n"}, {"text": "some words of docs/d.txt\n"}]
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copy))
+    (tmp_path / "lines/a.jsonl").write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(10)))
+    if source.get("path") == "docs":  # datasets makes a document per line of these.
+        assert held_out == source
+    for _ in range(2):  # Of the first start and of the next.
+        load_data(Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
+        told = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
+        assert len(told) == bool(shared) and all(line.startswith(f"Evaluation: {shared}") for line in told)
+
+
+@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+def test_what_is_held_out_is_not_trained_on(tmp_path, capsys, packing):
+    """Sources that overlap, and a document that is there twice, also in another format."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in "ab"}
+    texts = {"a": [f"text {n % 30}" for n in range(40)], "b": [f"text {n}" for n in range(20, 60)]}
+    for name, file in files.items():
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[name]))
+    sources = {name: {"files": str(file), "weight": 1.0} for name, file in files.items()}
+    config = Data(sources=sources, sequence_length=16, packing=packing, eval_fraction=0.3)
+    tokenizer = transformers.ByT5Tokenizer()
+    for _ in range(2):
+        train, held_out = load_data(config, tokenizer, seed=0)
+        trained_on, evaluated_on = (documents_in(data, tokenizer) for data in (train, held_out[""]))
+        assert not set(trained_on) & set(evaluated_on)
+        assert set(trained_on) | set(evaluated_on) == {f"text {n}" for n in range(60)}
+        assert len(evaluated_on) == 24  # 30 % of each source, as without the other.
+        left_out = 80 - 24 - len(trained_on)
+        told = re.findall(r"(\d+) documents are the same as some that are held out", capsys.readouterr().out)
+        assert left_out > 0 and sum(map(int, told)) == left_out
+
+
+def documents_in(data: Dataset, tokenizer) -> list[str]:
+    ids = [token for row in range(len(data)) for token in data.read(row)[0].tolist()]
+    texts = tokenizer.decode(ids).split(tokenizer.eos_token)
+    assert texts.pop() == ""
+    return texts
+
+
+def test_documents_with_nothing_to_learn_are_not_compared(tmp_path, capsys):
+    """Such as empty files, of which there may be many."""
+    rows = [{"text": ""}] * 20 + [{"text": f"line {number}"} for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Data(files=str(tmp_path / "a.jsonl"), sequence_length=16, eval_fraction=0.5)
+    load_data(config, transformers.ByT5Tokenizer(), seed=0)
+    assert "held out" not in capsys.readouterr().out
 
 
 # Conversations -------------------------------------------------------------------------------------------------------
@@ -291,15 +346,16 @@ def test_dates_are_not_learned_as_another_text(tmp_path):
 
 
 def test_columns_that_are_not_read_are_told(tmp_path, capsys):
-    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3}
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "id": 3, "n": 4}
     documents(tmp_path, [row], "chat", **CHATML)
-    assert "columns read: messages; not read: tools, id.\n" in capsys.readouterr().out
+    assert "columns read: messages, tools; not read: id, n.\n" in capsys.readouterr().out
 
 
 def test_what_is_told_of_several_sources(tmp_path, capsys):
     """Once, with the name of the source. Of the evaluation, what is not told of the training data already."""
     for name, extra in ("a", "id"), ("b", "url"), ("held", "n"):
-        rows = [{"text": "some words", extra: 1}] * 9 + [{"text": None, extra: 2}] * (name == "b")
+        rows = [{"text": f"words {n} of {name}", extra: 1} for n in range(9)]
+        rows += [{"text": None, extra: 2}] * (name == "b")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = {name: {"files": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"}
     config = Data(sources=sources, eval_fraction=0.3, drop_nulls=True)
@@ -318,6 +374,7 @@ def test_what_is_told_of_several_sources(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(("Data", "Eval"))] == [
         "Data: columns read: text; not read: id.",
+        "Evaluation same: 9 of 9 documents are also trained on.",
         "Evaluation held: columns read: text; not read: n.",
     ]
 

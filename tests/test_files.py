@@ -1,10 +1,15 @@
 """data.files: which files are read, each by its own name, and what a !pattern leaves out."""
 
+import calendar
+import glob
 import gzip
+import inspect
 import json
 import os
 import re
 import shutil
+import textwrap
+from pathlib import Path
 
 import pytest
 from helpers import run, tiny_config, write_config
@@ -141,3 +146,19 @@ def test_a_saved_folder_has_no_split(tmp_path):
     done = run(tmp_path, config, expect=2)
     assert re.search("save_to_disk .*split", done.output) and not (tmp_path / "run").exists()
     assert write_config(tmp_path, config).exists()
+
+
+def test_conversations_about_the_library():
+    """Each call is the signature that Python itself gives. The file is made once."""
+    [file] = list_files(["{stdlib_chats}"])
+    chats = [json.loads(line)["messages"] for line in Path(file).read_text().splitlines()]
+    assert len(chats) > 1000 and len({chat[0]["content"] for chat in chats}) > 0.9 * len(chats)
+    assert all([turn["role"] for turn in chat] == ["user", "assistant"] * 2 for chat in chats)
+    calls = {chat[0]["content"]: (chat[1]["content"], chat[3]["content"]) for chat in chats}
+    for function in textwrap.fill, shutil.copyfileobj, calendar.isleap, glob.glob, textwrap.dedent:
+        name = f"{function.__module__}.{function.__name__}"
+        call, purpose = calls[f"How do I call {name}?"]
+        assert call == name + str(inspect.signature(function))
+        assert purpose == " ".join(inspect.getdoc(function).split("\n\n")[0].split())
+    before = Path(file).stat().st_mtime_ns
+    assert list_files(["{stdlib_chats}"]) == [file] and Path(file).stat().st_mtime_ns == before

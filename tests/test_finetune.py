@@ -25,7 +25,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from samerun.config import Data, Model
-from samerun.data.tokenize import tokenize, tokenize_turns
+from samerun.data.chat import tokenize_turns
+from samerun.data.encode import Encoder
+from samerun.data.tokenize import tokenize
 from samerun.model.build import build_model, flops_per_token
 from samerun.model.tokenizer import load_tokenizer
 
@@ -158,11 +160,12 @@ def test_turns_whose_edges_have_no_token_of_their_own(chat, tmp_path, kind, temp
     else:
         backend.normalizer, composed = normalizers.NFC(), functools.partial(unicodedata.normalize, "NFC")
     odd = [("user", "e\u0301"), ("assistant", " cafe\u0301"), ("user", "secret"), ("assistant", "  or tea  ")]
+    encoder = Encoder(tokenizer)
     for turns in [*CHATS.values(), odd]:
         expected = by_hand([(role, composed(content)) for role, content in turns], True)
         if template == "content alone":
             expected["labels"] = [-100 if label == END else label for label in expected["labels"]]
-        ids, said = tokenize_turns([{"role": role, "content": content} for role, content in turns], tokenizer)
+        ids, said = tokenize_turns([{"role": role, "content": content} for role, content in turns], encoder)
         assert ids == expected["input_ids"]
         assert [token if is_said else -100 for token, is_said in zip(ids, said)] == expected["labels"]
 

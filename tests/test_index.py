@@ -207,7 +207,8 @@ def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):
 
 def test_each_setting_has_an_index_of_its_own(tmp_path):
     tokenizer, texts = transformers.ByT5Tokenizer(), tmp_path / "a.jsonl"
-    texts.write_text('{"text": "some words", "other": "more words than that"}\n' * 9)
+    rows = [{"text": f"some words {n}", "other": f"more words than that {n}"} for n in range(9)]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {"files": str(texts), "sequence_length": LENGTH}
     more = [{"sequence_length": 5}, {"packing": "none"}, {"column": "other"}, {"eval_fraction": 0.3}]
     longer = transformers.ByT5Tokenizer()

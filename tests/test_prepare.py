@@ -234,7 +234,7 @@ def test_prepare_finds_mistakes_and_needs_no_model(tmp_path, capsys):
         "batch": {"global_batch_size": 1},
         "model": {"architecture": {"model_type": "lama"}},
     }
-    config["data"] = source_of(tmp_path, [{"text": "some words"}] * 9) | {"eval_fraction": 0.3}
+    config["data"] = source_of(tmp_path, [{"text": f"some words {n}"} for n in range(9)]) | {"eval_fraction": 0.3}
     assert train.main(["--config", str(write_config(tmp_path, config)), "--prepare"]) == 2
     assert "model.architecture" in capsys.readouterr().err
     config["model"]["architecture"]["model_type"] = "llama"

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from samerun.config import Data, Source
+from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
 from samerun.data.sources import load_source
 from samerun.errors import UserError, explained, require, say
@@ -61,7 +62,7 @@ def load_documents(source: Source, config: Data, note: Callable[[str], None] = s
         check_marks(documents)
     columns = choose_columns(documents.column_names, config)
     unread = [name for name in documents.column_names if name not in columns]
-    if unread:  # Among them may be one that somebody counts on, such as tools.
+    if unread:  # Among them may be one that somebody counts on.
         note(f"columns read: {', '.join(columns)}; not read: {', '.join(unread)}.")
     documents = documents.select_columns(columns)
     check_types(documents, config.format)
@@ -85,19 +86,24 @@ def check_marks(documents: datasets.Dataset) -> None:
 
 
 def choose_columns(found: list[str], config: Data) -> list[str]:
-    """data.column, or those of the format; for tokens also their labels, if there are any."""
-    choices = [[config.column]] if config.column else FORMATS[config.format].columns
+    """data.column, or those of the format; also the labels of tokens, or the tools of a chat, if there are any."""
+    choices = [config.column] if config.column else FORMATS[config.format].columns
     for names in choices:
+        is_one = config.format != "tokens" or len(names) == 1
+        require(is_one, "data.column: tokens have one column, and labels beside it if there are any")
         if set(names) <= set(found):
-            has_labels = config.format == "tokens" and "labels" in found
-            return [*names, "labels"] if has_labels else names
+            more = {"tokens": "labels", "chat": TOOLS}.get(config.format)
+            return [*names, more] if more in found else names
     known = ", nor ".join(" and ".join(map(repr, names)) for names in choices)
     raise UserError(f"data.column: no column {known}; the data has {', '.join(found)}")
 
 
 def check_types(documents: datasets.Dataset, format: str) -> None:
-    for name, values in zip(documents.column_names, documents.data.columns):
+    columns = {name: values for name, values in zip(documents.column_names, documents.data.columns) if name != TOOLS}
+    for name, values in columns.items():
         of_type = re.match(FORMATS[format].arrow_type, str(values.type))
+        if format == "chat" and len(columns) == 2:  # A prompt and its completion may be a text each.
+            of_type = of_type or re.match(FORMATS["text"].arrow_type, str(values.type))
         others = [other for other, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
         advice = f"; that is data.format {others[0]}" if others else ""
         if "timestamp" in str(values.type):
@@ -126,11 +132,12 @@ def check_labels(documents: datasets.Dataset) -> None:
 
 def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str], None]) -> datasets.Dataset:
     """The documents that are not null, such as an empty cell of a .csv. Raises UserError unless they are to go."""
-    columns = documents.data.columns
+    names = [name for name in documents.column_names if name != TOOLS]
+    columns = [documents.data.column(name) for name in names]
     if not any(values.null_count for values in columns):
         return documents
     is_null = np.any([pc.is_null(values) for values in columns], axis=0)
-    found = f"{is_null.sum():,} of {len(documents):,} rows are null in {' or '.join(map(repr, documents.column_names))}"
+    found = f"{is_null.sum():,} of {len(documents):,} rows are null in {' or '.join(map(repr, names))}"
     first = f"the first is row {is_null.argmax()}, counted from 0"
     require(drop, f"data.column: {found}; {first}. To leave them out: data.drop_nulls: true")
     note(f"{found}, and left out.")

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +18,16 @@ import pyarrow.compute as pc
 from samerun.config import Data, Source
 from samerun.data.documents import hold_out, load_documents
 from samerun.data.order import ORDER, running_sum
+from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
 from samerun.data.sources import identity_of
+from samerun.data.token_files import (
+    TokenFile,
+    as_dataset,
+    identity_of_token_files,
+    names_of_token_files,
+    open_token_files,
+)
 from samerun.data.tokenize import tokenize
 from samerun.errors import require
 from samerun.files import replace_file, stamp
@@ -34,6 +42,7 @@ class IndexWriter:
         edges.bin    [pieces + 1]              the first token of each piece, and the end
         first.bin    [rows + 1]                the first piece of each row; not there if each row is one piece
         targets.bin  [rows + 1]                how many targets there are before each row; only there with labels
+        hashes.bin   [documents]               hash_documents(); only there if the run has an evaluation
         chunks.bin   [2 + columns, chunks + 1] of each chunk the first token, the number of its file, and the bytes of
                                                the file before its ids and before its labels
     """
@@ -53,10 +62,15 @@ class IndexWriter:
         if name in self.files:
             numbers.astype(np.int64).tofile(self.files[name])
 
-    def add(self, batch: pa.RecordBatch, file: int, place: range) -> None:
-        """Add a batch of documents from a file that is mapped to this place in memory."""
-        lists = [batch.column(name) for name in self.columns]
-        lengths = pc.list_value_length(lists[0]).to_numpy()
+    def add(self, batch: pa.RecordBatch, file: int, place: range, kept: np.ndarray | None = None) -> None:
+        """Add a batch of documents from a file that is mapped to this place in memory.
+
+        `kept` tells which of its documents, in rising order; None is all.
+        """
+        whole = batch
+        if kept is not None:
+            batch = batch.take(pa.array(kept))
+        lengths = pc.list_value_length(batch.column(self.columns[0])).to_numpy()
         if not lengths.any():
             return
         offsets = self.tokens + running_sum(lengths)
@@ -69,18 +83,32 @@ class IndexWriter:
         self.append("first", self.pieces + np.searchsorted(edges, cuts))
         self.tokens_seen += int((np.diff(edges, append=offsets[-1]) ** 2).sum())
 
-        values = [column.flatten() for column in lists]
-        # Where the tokens are in memory: the first buffer of an array tells its nulls, the second one has the values.
-        addresses = [part.buffers()[1].address + part.offset * part.type.byte_width for part in values]
-        is_mapped = all(address in place for address in addresses)
-        require(is_mapped, "data: the Arrow files are compressed; save the data set anew by save_to_disk()")
-        self.chunks.append([self.tokens, file, *(address - place.start for address in addresses)])
-        tokens = [part.to_numpy() for part in values]
+        tokens = [batch.column(name).flatten().to_numpy() for name in self.columns]
         self.types = [part.dtype.name for part in tokens]
+        self.note_chunks(whole, file, place, offsets, kept)
         self.note_targets(tokens, edges - self.tokens, cuts - self.tokens)
         self.tokens += len(tokens[0])
         self.pieces += len(edges)
         self.rows += len(cuts)
+
+    def note_chunks(
+        self, batch: pa.RecordBatch, file: int, place: range, offsets: np.ndarray, kept: np.ndarray | None
+    ) -> None:
+        """Note where the tokens lie in the file: one chunk, or one for each run of neighbours that are kept."""
+        lists = [batch.column(name) for name in self.columns]
+        # Where the tokens are in memory: the first buffer of an array tells its nulls, the second one has the values.
+        values = [column.flatten() for column in lists]
+        addresses = [part.buffers()[1].address + part.offset * part.type.byte_width for part in values]
+        is_mapped = all(address in place for address in addresses)
+        require(is_mapped, "data: the Arrow files are compressed; save the data set anew by save_to_disk()")
+        firsts = begins = np.zeros(1, np.int64)
+        if kept is not None:
+            runs = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
+            firsts = offsets[runs] - self.tokens
+            begins = running_sum(pc.list_value_length(lists[0]).to_numpy())[kept[runs]]
+        for first, begin in zip(firsts.tolist(), begins.tolist()):
+            places = (address - place.start + begin * part.type.byte_width for address, part in zip(addresses, values))
+            self.chunks.append([self.tokens + first, file, *places])
 
     def note_targets(self, tokens: list[np.ndarray], edges: np.ndarray, cuts: np.ndarray) -> None:
         """Note how many targets come before each row, and the range of the ids."""
@@ -126,18 +154,42 @@ def cut_into_rows(offsets: np.ndarray, packing: str, length: int) -> np.ndarray:
     return np.repeat(offsets[:-1], rows_of) + length * row_in_document
 
 
-def whole_files(documents: datasets.Dataset) -> list[str]:
-    """The files whose rows, one after the other, are the documents. No files where these are only some of the rows."""
-    files, rows = [file["filename"] for file in documents.cache_files], 0
+def files_of(documents: datasets.Dataset) -> list[str]:
+    """The Arrow files whose rows, one after the other, are the data of which the documents are some or all."""
+    files, rows = datasets.table.list_table_cache_files(documents.data), 0
     for file in files:
-        with pa.memory_map(file) as mapped:
-            rows += sum(batch.num_rows for batch in pa.ipc.open_stream(mapped))
-    is_whole = documents._indices is None and rows == len(documents)
-    return files if is_whole else []
+        rows += sum(batch.num_rows for batch, _ in read_batches(file))
+    return files if rows == documents.data.num_rows else []
 
 
-def write_index(documents: datasets.Dataset, packing: str, length: int, folder: Path) -> dict[str, Any]:
-    """Write the files of an index, and return what goes into its index.json."""
+def can_stay(documents: datasets.Dataset) -> bool:
+    """Whether an index can say which rows of their files the documents are: in their order, and none of them null."""
+    kept = kept_rows(documents)
+    has_nulls = any(values.null_count for values in documents.data.columns)
+    return kept is None or ((np.diff(kept) > 0).all() and not has_nulls)
+
+
+def kept_rows(documents: datasets.Dataset) -> np.ndarray | None:
+    """The numbers of the rows that the documents are; None for all."""
+    return None if documents._indices is None else documents._indices.column(0).to_numpy().astype(np.int64)
+
+
+def read_batches(file: str | TokenFile) -> Iterator[tuple[pa.RecordBatch, range]]:
+    """The batches of a file, and the place in memory to which it is mapped meanwhile."""
+    if isinstance(file, TokenFile):
+        yield from file.batches()
+        return
+    with pa.memory_map(file) as mapped:
+        address = mapped.read_buffer(1).address  # Where the first byte of the file is in memory.
+        mapped.seek(0)
+        for batch in pa.ipc.open_stream(mapped):
+            yield batch, range(address, address + mapped.size())
+
+
+def write_index(
+    documents: datasets.Dataset, token_files: list[TokenFile], packing: str, length: int, folder: Path
+) -> dict[str, Any]:
+    """Write the files of an index, and return what goes into its index.json. `token_files`: where the documents lie."""
     columns = documents.column_names
     if packing == "best_fit":
         from trl import pack_dataset  # Not at the top of the file, because it takes two seconds.
@@ -145,11 +197,11 @@ def write_index(documents: datasets.Dataset, packing: str, length: int, folder: 
         fixed = "fixed_size_list" in str(documents.data.schema)
         require(not fixed, "data.packing best_fit: TRL does not pack lists of a fixed size; use concat or none")
         options = {"batch_size": 10_000, "cache_file_name": str(folder / "packed.arrow")}
-        documents = pack_dataset(documents, length, "bfd_split", options)
-    files = whole_files(documents)
-    if not files:  # The documents are a selection, or in memory.
+        documents, token_files = pack_dataset(documents, length, "bfd_split", options), []
+    files = (token_files or files_of(documents)) if can_stay(documents) else []
+    if not files:
         documents = documents.flatten_indices(cache_file_name=str(folder / "documents.arrow"))
-        files = whole_files(documents)
+        files = files_of(documents)
     names = ["edges", "chunks"]
     if packing != "none":
         names.append("first")
@@ -158,50 +210,89 @@ def write_index(documents: datasets.Dataset, packing: str, length: int, folder: 
     with ExitStack() as opened:
         written = {name: opened.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
         writer = IndexWriter(written, packing, length, columns)
+        kept, row = kept_rows(documents), 0
         for number, file in enumerate(files):
-            with pa.memory_map(file) as mapped:
-                address = mapped.read_buffer(1).address  # Where the first byte of the file is in memory.
-                mapped.seek(0)
-                for batch in pa.ipc.open_stream(mapped):
-                    writer.add(batch, number, range(address, address + mapped.size()))
+            for batch, place in read_batches(file):
+                own = None
+                if kept is not None:
+                    own = kept[slice(*np.searchsorted(kept, (row, row + batch.num_rows)))] - row
+                row += batch.num_rows
+                writer.add(batch, number, place, own)
         totals = writer.finish()
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
-    return {**totals, "sizes": sizes, "token_files": [[file, stamp(file)] for file in files]}
+    paths = [file.path if isinstance(file, TokenFile) else file for file in files]
+    return {**totals, "sizes": sizes, "token_files": [[path, stamp(path)] for path in paths]}
 
 
 # What they hold decides the tokens, or how they are cut into rows: other code makes new ones.
-ROOMS_OF_TOKENS = tuple(f"samerun.data.{room}" for room in ("order", "sources", "documents", "tokenize"))
-ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "index"))
+ROOMS_OF_TOKENS = tuple(
+    f"samerun.data.{room}" for room in ("order", "sources", "token_files", "documents", "encode", "chat", "tokenize")
+)
+ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "overlap", "index"))
 
 
-def load_rows(source: Source, config: Data, tokenizer, made_by: str, seed: int, held_out: bool = False) -> Dataset:
+def load_rows(
+    source: Source,
+    config: Data,
+    tokenizer,
+    made_by: str,
+    seed: int,
+    held_out: bool = False,
+    others: list[Dataset] | None = None,
+) -> Dataset:
     """The rows of a source, by their index on disk. Only where there is none yet, the data is opened to make it.
 
     `made_by` tells the tokenizer from others. Another tokenizer, or other code, makes another index. Rows that are
-    packed in another way have an index of their own, and the same tokens.
+    packed in another way have an index of their own, and the same tokens. `others` are those that must not have the
+    same documents, or None if nothing is evaluated.
     """
+    flat = names_of_token_files(source, config)
+    identity = identity_of_token_files(flat) if flat else identity_of(source)
     selection = [config.eval_fraction, seed, held_out, ORDER] if config.eval_fraction else []
-    settings = [config.format, config.column, config.drop_nulls]
-    tokens_key = hashed_key(identity_of(source), settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
-    index_key = hashed_key(tokens_key, config.packing, config.sequence_length, ORDER, source_of(*ROOMS_OF_ROWS))
+    settings = [config.format, config.column, config.train_on, config.drop_nulls, config.parse_special_tokens]
+    settings.append(config.token_dtype)
+    tokens_key = hashed_key(identity, settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
+    apart_from = None if others is None else [other.folder.name for other in others]
+    rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(*ROOMS_OF_ROWS)]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    folder, tokens = cache / "train-index" / index_key, cache / "train-tokens" / tokens_key
+    folder, tokens = cache / "train-index" / hashed_key(tokens_key, rows_key), cache / "train-tokens" / tokens_key
     index = read_index(folder)
     if index is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         notes = []
-        documents = load_documents(source, config, notes.append)
+        end = tokenizer.eos_token_id if tokenizer else None
+        token_files = open_token_files(flat, config.token_dtype, end, notes.append) if flat else []
+        documents = as_dataset(token_files) if flat else load_documents(source, config, notes.append)
         if config.eval_fraction:
             kept, other = hold_out(documents, config.eval_fraction, seed)
             documents = other if held_out else kept
         documents = tokenize(documents, config, tokenizer, tokens)
-        index = write_index(documents, config.packing, config.sequence_length, folder)
+        if others is not None:
+            leave_out = config.eval_fraction and not held_out
+            documents = compare_documents(documents, others, leave_out, folder, notes.append)
+        index = write_index(documents, token_files, config.packing, config.sequence_length, folder)
         rows = Dataset(folder, index, seed)
         note_rows_without_target(rows, notes.append)
         index |= {"notes": notes, "fingerprint": checksum_of_rows(rows)}
         replace_file(folder / "index.json", json.dumps(index))  # Last, because it says that the others are complete.
     return Dataset(folder, index, seed)
+
+
+def compare_documents(
+    documents: datasets.Dataset, others: list[Dataset], leave_out: bool, folder: Path, note: Callable[[str], None]
+) -> datasets.Dataset:
+    """The documents, without those that others hold out for evaluation. Those that others train on are counted."""
+    hashes = hash_documents(documents)
+    shared = are_among(hashes, [other.hashes for other in others]) if others else np.zeros(len(hashes), bool)
+    if shared.any() and leave_out:
+        note(f"{shared.sum():,} documents are the same as some that are held out, and left out of training.")
+        require(not shared.all(), "data.eval_fraction: all documents are the same as some that are held out")
+        documents, hashes = documents.select(np.flatnonzero(~shared)), hashes[~shared]
+    elif shared.any():
+        note(f"{shared.sum():,} of {len(hashes):,} documents are also trained on.")
+    hashes.tofile(folder / "hashes.bin")
+    return documents
 
 
 def source_of(*rooms: str) -> str:

@@ -11,34 +11,36 @@ from filelock import FileLock, Timeout
 from samerun.config import Data, Source, eval_setting, evaluation_title, rows_per_block
 from samerun.data.index import load_rows
 from samerun.data.rows import Dataset, Mixture
-from samerun.data.sources import say_what_is_shared
 from samerun.errors import explained, require, say, within
 
 
-def load_training_rows(config: Data, tokenizer, made_by: str, seed: int, held_out: bool = False) -> Dataset:
+def load_training_rows(
+    config: Data, tokenizer, made_by: str, seed: int, held_out: bool = False, others: list[Dataset] | None = None
+) -> Dataset:
     """The rows of all sources, or of the share of them that is held out."""
     if not config.sources:
-        return load_rows(config, config, tokenizer, made_by, seed, held_out)
+        return load_rows(config, config, tokenizer, made_by, seed, held_out, others)
     loaded = {}
     for name, source in config.sources.items():
         own = {field: getattr(source, field) for field in Source.model_fields}
         own |= {"format": source.format or config.format, "column": source.column or config.column}
         with within(f"data.sources.{name}"):
-            loaded[name] = load_rows(source, config.model_copy(update=own), tokenizer, made_by, seed, held_out)
+            part = config.model_copy(update=own)
+            loaded[name] = load_rows(source, part, tokenizer, made_by, seed, held_out, others)
     return Mixture(loaded, rows_per_block(config.sources), seed)
 
 
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
     """The rows to train on, and those of each evaluation by its name. The only evaluation has the name ""."""
     made_by = datasets.fingerprint.Hasher.hash(tokenizer)  # Before its first use, which may change it.
-    train, held_out = load_training_rows(config, tokenizer, made_by, seed), {}
+    held_out, others = {}, [] if config.eval_sources else None
+    if config.eval_fraction:
+        held_out[""] = load_training_rows(config, tokenizer, made_by, seed, held_out=True, others=[])
+        others = held_out[""].parts()
+    train = load_training_rows(config, tokenizer, made_by, seed, others=others)
     for name, source in config.eval_sources.items():
         with within(eval_setting(name)):
-            for trained_on in (config.sources or {"": config}).values():
-                say_what_is_shared(trained_on, source)
-            held_out[name] = load_rows(source, config, tokenizer, made_by, seed)
-    if config.eval_fraction:
-        held_out[""] = load_training_rows(config, tokenizer, made_by, seed, held_out=True)
+            held_out[name] = load_rows(source, config, tokenizer, made_by, seed, others=train.parts())
     for note in train.index["notes"]:
         say(f"Data: {note}")
     for name, data in held_out.items():

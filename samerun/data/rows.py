@@ -30,12 +30,14 @@ class Dataset:
         def mapped(name: str) -> np.ndarray:
             return np.asarray(np.memmap(folder / name, np.int64, "r"))  # A plain array is quicker than a memmap.
 
+        self.folder = folder
         self.index = index
         self.order = Order(len(self), seed)
         self.tokens = index["tokens"]
         self.edges = mapped("edges.bin")
         self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one piece.
         self.targets = mapped("targets.bin") if "targets.bin" in index["sizes"] else None  # Before each row.
+        self.hashes = mapped("hashes.bin") if "hashes.bin" in index["sizes"] else None  # Of each document.
         self.chunks = mapped("chunks.bin").reshape(2 + len(index["types"]), -1)
         self.types = [np.dtype(name) for name in index["types"]]
         # Unlike numpy, pyarrow keeps no file open for this: there may be more of them than a process may open.
@@ -97,6 +99,10 @@ class Dataset:
         """The length of the piece that a token is in, on average over all tokens."""
         return self.index["tokens_seen"] / self.index["tokens"]
 
+    def parts(self) -> list["Dataset"]:
+        """The data sets of which this consists."""
+        return [self]
+
     def fingerprint(self) -> int:
         """A checksum of the rows and of the order in which they are shuffled."""
         return self.index["fingerprint"]
@@ -145,6 +151,10 @@ class Mixture(Dataset):
         """As Dataset.read()."""
         number = np.searchsorted(self.offsets, row, side="right") - 1
         return list(self.sources.values())[number].read(row - self.offsets[number])
+
+    def parts(self) -> list[Dataset]:
+        """As Dataset.parts()."""
+        return list(self.sources.values())
 
     def owners_of(self, rows: np.ndarray) -> np.ndarray:
         """The number of the source of each row."""

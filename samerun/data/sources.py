@@ -19,7 +19,8 @@ import datasets
 import pandas as pd
 
 from samerun.config import Source
-from samerun.errors import explained, require, say
+from samerun.data.stdlib_chats import write_stdlib_chats
+from samerun.errors import explained, require
 from samerun.files import real_path, stamp
 
 
@@ -46,9 +47,11 @@ def list_files(patterns: list[str]) -> list[str]:
 
 
 def full_pattern(pattern: str) -> str:
-    """The pattern with the folders that ~ and {stdlib} stand for."""
+    """The pattern with the folders that ~ and {stdlib} stand for, and the file that {stdlib_chats} does."""
     if pattern.startswith("!"):
         return f"!{full_pattern(pattern[1:])}"
+    if pattern == "{stdlib_chats}":
+        return write_stdlib_chats()
     return os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
 
 
@@ -205,14 +208,3 @@ def first_bad_file(builder: str, files: list[str]) -> str:
         return False
 
     return files[1 + bisect.bisect_left(range(2, len(files)), True, key=fails)]
-
-
-def say_what_is_shared(train: Source, held_out: Source) -> None:
-    """Someone who evaluates on what is trained on should know it."""
-    trained_on, evaluated_on = ({real_path(file) for file in list_files(part.files)} for part in (train, held_out))
-    shared = sorted(trained_on & evaluated_on)
-    if all(getattr(train, name) == getattr(held_out, name) for name in ("path", "name", "split")) and train.path:
-        shared = [f"{train.path}, split {train.split}"]
-    if shared:
-        more = f" and {len(shared) - 1:,} more files" if len(shared) > 1 else ""
-        say(f"The evaluation is on data that is trained on: {shared[0]}{more}.")

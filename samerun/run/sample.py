@@ -4,31 +4,32 @@ import torch
 import transformers
 
 from samerun.config import Config
+from samerun.data.chat import render
+from samerun.data.encode import Encoder
 from samerun.errors import require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
 from samerun.run.setup import Setup
 
 
-def encode_prompt(
-    text: str, config: Config, tokenizer: transformers.PreTrainedTokenizerBase
-) -> transformers.BatchEncoding:
-    """A prompt as generate() takes it. With format chat it is the user's first message."""
+def encode_prompt(text: str, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> torch.Tensor:
+    """The ids of a prompt, [1, tokens]. With format chat it is the user's first message."""
+    encoder = Encoder(tokenizer, config.data.parse_special_tokens)
     if config.data.format == "chat":
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    prompt = tokenizer(text, return_tensors="pt")  # Some tokenizers begin each text with a token, as in training.
-    if prompt["input_ids"][0, -1:].tolist() == [tokenizer.eos_token_id]:  # And some end it, but the text goes on here.
-        prompt = transformers.BatchEncoding({name: values[:, :-1] for name, values in prompt.items()})
-    return prompt
+        rendered, _ = render([{"role": "user", "content": text}], encoder, add_generation_prompt=True)
+        ids, _, _ = encoder.conversation(rendered)
+    else:
+        [ids] = encoder.texts([text])  # Some tokenizers begin each text with a token, as in training.
+        if ids[-1:] == [tokenizer.eos_token_id]:  # And some end it, but the text goes on here.
+            ids = ids[:-1]
+    return torch.tensor([ids])
 
 
 def check_prompts(bare: torch.nn.Module, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises UserError for a prompt that the model cannot continue, which would end the run at the first evaluation."""
     vocab_size, more = vocabulary_size(bare), config.eval.max_new_tokens
     for text in config.eval.prompts:
-        ids = encode_prompt(text, config, tokenizer)["input_ids"]
+        ids = encode_prompt(text, config, tokenizer)
         require(ids.numel(), f"eval.prompts: {text!r} has no tokens")
         highest, length = ids.max(), ids.numel()
         advice = f"the model's vocabulary is 0 to {vocab_size - 1}; data.tokenizer must be the model's"
@@ -65,7 +66,8 @@ def sample(setup: Setup) -> dict[str, str]:
             attention(setup.bare, setup.config.model.attention),
         ):
             ids = setup.bare.generate(
-                **prompt,
+                prompt,
+                attention_mask=torch.ones_like(prompt),
                 use_cache=True,
                 synced_gpus=accelerator.num_processes > 1,
                 do_sample=config.temperature > 0,

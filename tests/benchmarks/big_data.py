@@ -1,7 +1,8 @@
 """Does a start on 1e8 rows cost what one on 1e4 rows costs, at any step, and so does reading a row?
 
-    python tests/benchmarks/big_data.py [--rows 100000000] [--packing none|concat] [--sparse] [--folder FOLDER]
-    python tests/benchmarks/big_data.py --shuffle
+    python tests/benchmarks/big_data.py [--rows 100000000] [--packing none|concat] [--sparse | --megatron]
+                                        [--longest 7] [--eval_fraction 0] [--folder FOLDER]
+    python tests/benchmarks/big_data.py --shuffle | --hashes
 
 Writes that many documents of 1 to 7 tokens as memory-mapped Arrow in the small record batches that `datasets` writes,
 and 10,000 of the same kind. train.py's own functions load both, each start in a process of its own: the first start,
@@ -14,20 +15,27 @@ page that the row is on, and few rows share one.
 --sparse writes documents of 4 equal tokens, which take no room on the disk, so that 1e9 rows need only their index: 8
 bytes a row with packing none.
 
+--megatron writes the same tokens as Megatron does, in a .bin and an .idx. With --eval_fraction, the first start also
+compares all documents with those that are held out; --longest is the most tokens of a document.
+
 With --shuffle it measures only how long it takes to find out which rows come next, for data of several sizes.
+With --hashes, only how long it takes to compare 10,000,000 documents with 100,000 that are held out; their hashes are
+measured on fewer documents.
 """
 
 import argparse
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -35,7 +43,7 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-LENGTH, LONGEST, SEED, FEW = 7, 7, 0, 10_000
+SEED, FEW = 0, 10_000
 GLOBAL_BATCH = 512
 READS = 20_000
 MIB = 2**20
@@ -59,28 +67,53 @@ class SparseFile(io.RawIOBase):
         return len(block)
 
 
-def write_documents(folder: Path, rows: int, sparse: bool = False) -> None:
+def write_documents(folder: Path, rows: int, args: argparse.Namespace) -> None:
     """A save_to_disk folder, written in pieces: no Python object per row, and never all of it in memory."""
-    kind = pa.list_(pa.uint16(), 4) if sparse else pa.list_(pa.uint16())
+    rng, piece = np.random.default_rng(SEED), 1_000_000
+    sizes = [min(piece, rows - start) for start in range(0, rows, piece)]
+    if args.megatron:
+        return write_megatron(folder, rows, (some_documents(size, args, rng) for size in sizes))
+    kind = pa.list_(pa.uint16(), 4) if args.sparse else pa.list_(pa.uint16())
     first = pa.table({"input_ids": pa.array([[0] * 4], kind)})
     datasets.Dataset(first).save_to_disk(folder)
     schema = pa.schema([("input_ids", kind)])
     (file,) = folder.glob("*.arrow")
-    rng, piece = np.random.default_rng(SEED), 1_000_000
     with open(file, "wb") as opened:
         with pa.ipc.new_stream(SparseFile(opened), schema) as writer:
-            for start in range(0, rows, piece):
-                column = some_documents(min(piece, rows - start), sparse, rng)
+            for size in sizes:
+                column = some_documents(size, args, rng)
                 writer.write_table(pa.table([column], schema=schema), max_chunksize=1000)
         opened.truncate()  # The end may be a hole, too.
 
 
-def some_documents(count: int, sparse: bool, rng: np.random.Generator) -> pa.Array:
-    if sparse:
+def write_megatron(folder: Path, rows: int, pieces: Iterator[pa.ListArray]) -> None:
+    """The header of the .idx is as in megatron/core/datasets/indexed_dataset.py."""
+    folder.mkdir()
+    lengths = []
+    with open(folder / "tokens.bin", "wb") as opened:
+        for piece in pieces:
+            piece.values.to_numpy().tofile(opened)
+            lengths.append(piece.value_lengths().to_numpy())
+    lengths = np.concatenate(lengths)
+    with open(folder / "tokens.idx", "wb") as opened:
+        opened.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, rows, rows + 1))
+        lengths.astype(np.int32).tofile(opened)
+        ((np.cumsum(lengths, dtype=np.int64) - lengths) * 2).tofile(opened)
+        np.arange(rows + 1).tofile(opened)
+
+
+def some_documents(count: int, args: argparse.Namespace, rng: np.random.Generator) -> pa.Array:
+    if args.sparse:
         return pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(4 * count, np.uint16)), 4)
-    offsets = np.cumsum(np.append(0, rng.integers(1, LONGEST + 1, count)), dtype=np.int32)
+    offsets = np.cumsum(np.append(0, rng.integers(1, args.longest + 1, count)), dtype=np.int32)
     values = pa.array(rng.integers(0, VOCABULARY, offsets[-1], dtype=np.uint16))
     return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
+def data_of(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    source = {"files": [str(folder / "tokens.bin")]} if args.megatron else {"path": str(folder)}
+    packing = {"packing": args.packing, "sequence_length": args.longest}
+    return source | packing | {"format": "tokens", "eval_fraction": args.eval_fraction}
 
 
 class PeakMemory:
@@ -106,8 +139,8 @@ class PeakMemory:
             time.sleep(0.005)
 
 
-def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
-    """Start as train.py does, at a step `where` epochs into the stream, and then read rows from anywhere."""
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Start as train.py does, at a step args.measure epochs into the stream, and then read rows from anywhere."""
     import torch  # Not by the parent: what the libraries hold is to be in `before`.
 
     import train
@@ -116,13 +149,13 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
     from samerun.data.load import load_data
     from samerun.plan import Stage
 
-    config = Data(path=str(folder), format="tokens", packing=packing, sequence_length=LENGTH)
+    config = Data(**data_of(folder, args))
     with PeakMemory() as memory:
         before, begin, busy = memory.now(), time.perf_counter(), time.process_time()
         data, _ = load_data(config, None, SEED)
         data.fingerprint()
-        stage = Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, LENGTH))
-        step = max(1, int(where * len(data)) // GLOBAL_BATCH)
+        stage = Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, args.longest))
+        step = max(1, int(args.measure * len(data)) // GLOBAL_BATCH)
         load_step(step, data, stage, 0, True, torch.device("cpu"))
         seconds, processor = time.perf_counter() - begin, time.process_time() - busy
         held = memory.now() - before
@@ -145,14 +178,15 @@ def measure(folder: Path, packing: str, where: float) -> dict[str, float]:
     }
 
 
-def measure_launch(folder: Path, packing: str) -> dict[str, float]:
+def measure_launch(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """One whole launch of train.py that trains for a step."""
     import train
 
     config = {
         "run": {"max_steps": 1, "trackers": []},
         "batch": {"global_batch_size": GLOBAL_BATCH, "max_micro_batch_size": GLOBAL_BATCH},
-        "data": {"path": str(folder), "format": "tokens", "packing": packing, "sequence_length": LENGTH},
+        "data": data_of(folder, args),
+        "eval": {"max_rows": GLOBAL_BATCH},
         "model": {"architecture": MODEL | {"num_attention_heads": 1, "vocab_size": VOCABULARY}},
     }
     with tempfile.TemporaryDirectory() as run, PeakMemory() as memory:
@@ -182,9 +216,29 @@ def measure_shuffle() -> None:
         print(f"{count:<13,} {seconds[0] * 1000:22.2f} {seconds[1]:25.2f}")
 
 
-def start(folder: Path, packing: str, where: float | None) -> dict[str, float]:
+def measure_hashes() -> None:
+    """The processor time of hash_documents() for documents of several lengths, and that of the comparison."""
+    from samerun.data.overlap import are_among, hash_documents
+
+    rng, count = np.random.default_rng(SEED), 10_000_000
+    for length, measured in (4, 1_000_000), (500, 100_000), (4000, 20_000):
+        offsets = np.arange(measured + 1) * length
+        ids = pa.array(rng.integers(0, 50_000, offsets[-1], dtype=np.uint16))
+        table = pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids)})
+        documents = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="hashes")
+        busy = time.process_time()
+        hash_documents(documents)
+        seconds = (time.process_time() - busy) / measured * count
+        print(f"hashes of {count:,} documents of {length:,} tokens: {seconds:.1f} s, from {measured:,} of them")
+    hashes = rng.integers(-(2**63), 2**63, count, dtype=np.int64)
+    busy = time.process_time()
+    are_among(hashes, [hashes[:100_000].copy()])
+    print(f"{count:,} hashes against 100,000: {time.process_time() - busy:.1f} s")
+
+
+def start(folder: Path, args: argparse.Namespace, where: float | None) -> dict[str, float]:
     """What measure() finds in a process of its own, or measure_launch() if `where` is None."""
-    command = [sys.executable, __file__, "--folder", folder, "--packing", packing, "--measure", json.dumps(where)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--measure", json.dumps(where)]
     environment = os.environ | {"HF_DATASETS_CACHE": str(folder.parent / "cache")}  # The index goes there.
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -195,16 +249,16 @@ def compare(folder: Path, args: argparse.Namespace) -> int:
     few, many = folder / "few", folder / "many"
     for part, rows in ((few, min(FEW, args.rows)), (many, args.rows)):
         if not part.exists():
-            write_documents(part, rows, args.sparse)
+            write_documents(part, rows, args)
     starts = {
-        "few, first": start(few, args.packing, 0),
-        "few": start(few, args.packing, 0),
-        "many, first": start(many, args.packing, 0),
-        "many": start(many, args.packing, 0),
-        "many, middle": start(many, args.packing, 1.5),
-        "many, late": start(many, args.packing, 99.99),
-        "few, train.py": start(few, args.packing, None),
-        "many, train.py": start(many, args.packing, None),
+        "few, first": start(few, args, 0),
+        "few": start(few, args, 0),
+        "many, first": start(many, args, 0),
+        "many": start(many, args, 0),
+        "many, middle": start(many, args, 1.5),
+        "many, late": start(many, args, 99.99),
+        "few, train.py": start(few, args, None),
+        "many, train.py": start(many, args, None),
     }
     names = list(starts["few"])
     print(f"| {args.packing} | {' | '.join(names)} |\n|{' --- |' * (len(names) + 1)}")
@@ -233,18 +287,25 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=100_000_000, help="documents")
     parser.add_argument("--packing", choices=("none", "concat"), default="none")
     parser.add_argument("--sparse", action="store_true", help="documents that take no room on the disk")
+    parser.add_argument("--megatron", action="store_true", help="files as Megatron writes them")
+    parser.add_argument("--longest", type=int, default=7, help="the most tokens of a document")
+    parser.add_argument("--eval_fraction", type=float, default=0.0, help="data.eval_fraction")
     parser.add_argument("--folder", type=Path, help="kept afterwards; by default a temporary one")
     parser.add_argument("--shuffle", action="store_true", help="measure only the order of the rows")
+    parser.add_argument("--hashes", action="store_true", help="measure only the comparison with what is held out")
     parser.add_argument("--measure", type=json.loads, default=False, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.shuffle:
         measure_shuffle()
         return 0
+    if args.hashes:
+        measure_hashes()
+        return 0
     if args.measure is not False:
         if args.measure is None:
-            found = measure_launch(args.folder, args.packing)
+            found = measure_launch(args.folder, args)
         else:
-            found = measure(args.folder, args.packing, args.measure)
+            found = measure(args.folder, args)
         print(json.dumps(found))
         return 0
     with tempfile.TemporaryDirectory() as temporary:

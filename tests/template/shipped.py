@@ -3,7 +3,8 @@
 from helpers import ROOT
 
 CONFIGS = [
-    ROOT / "configs" / f"{name}.yaml" for name in ("finetune_chat", "long_context", "lora_8b", "pretrain_1b", "small")
+    ROOT / "configs" / f"{name}.yaml"
+    for name in ("finetune_chat", "long_context", "lora_8b", "pretrain_1b", "small", "small_chat")
 ]
 LAUNCHERS = [
     ROOT / "accelerate_configs" / f"{name}.yaml"

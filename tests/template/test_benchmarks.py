@@ -16,7 +16,12 @@ FOLDER = ROOT / "tests" / "benchmarks"
 SCALING = "--config configs/small.yaml --devices 2 --tflops 1 --gb-per-second 1"
 STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "big_data": ("--rows 20000 --packing concat", r"^more than on few rows, at most: processor, s -?[\d.]+, "),
+    "big_data --megatron": (
+        "--rows 20000 --eval_fraction 0.01",
+        r"^a row is read in [\d.]+ times the time, and again in ",
+    ),
     "big_data --sparse": ("--rows 20000", r"^a row is read in [\d.]+ times the time, and again in "),
+    "big_data --hashes": ("", r"^10,000,000 hashes against 100,000: [\d.]+ s$"),
     "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
     "chunked_loss": (

@@ -31,7 +31,8 @@ def hub(tmp_path_factory):
         byte_tokenizer(folder / name, None)
     words = "one two three four five six".split()
     # With its end token a text is three rows of 64, so that there is one shape to compile.
-    texts = [" ".join(words[at % 6] for at in range(start, start + 60))[:191] for start in range(150)]
+    # Each is another one: what is the same as a held-out text is not trained on.
+    texts = [f"{start:03} " + " ".join(words[at % 6] for at in range(start, start + 60))[:187] for start in range(150)]
     chats = [[{"content": text[:20], "role": "user"}, {"content": text[20:], "role": "assistant"}] for text in texts]
     for split in "train", "held-out":
         for kind, values in ("text", texts), ("messages", chats):

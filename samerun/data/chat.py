@@ -1,0 +1,203 @@
+"""Conversations: what a chat template makes of messages, and which of it is learned."""
+
+import itertools
+import json
+import re
+from typing import Any
+
+import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from samerun.data.encode import Encoder
+from samerun.data.order import running_sum
+
+# The roles of chat templates, and what they are called in ShareGPT's messages of from and value.
+ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+
+
+ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+
+
+TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
+
+
+def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder, train_on: str) -> dict:
+    """Token ids of each conversation, and labels that are -100 except for what the assistant says.
+
+    Of a prompt and its completion, only what the assistant says in the completion is learned.
+    """
+    rows = {"input_ids": [], "labels": []}
+    tools = batch.get(TOOLS) or itertools.repeat(None)
+    for number, own_tools, *parts in zip(numbers, tools, *(batch[name] for name in columns if name != TOOLS)):
+        try:
+            schemas = tools_of(own_tools)
+            turns = [turns_of(messages, role) for messages, role in zip(parts, ("user", "assistant"))]
+            ids, is_learned = tokenize_turns(list(itertools.chain(*turns)), encoder, schemas, train_on)
+            prompt = tokenize_turns(turns[0], encoder, schemas)[0] if len(parts) == 2 else []
+            start = common_length(ids, prompt)
+            if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
+                raise ValueError("the chat template changes the prompt if more follows; end it with the user")
+        except Exception as error:  # A chat template may refuse a conversation.
+            raise LookupError(number, f"{type(error).__name__}: {error}") from error
+        labels = [token if learned else -100 for token, learned in zip(ids, is_learned)]
+        rows["input_ids"].append(ids)
+        rows["labels"].append([-100] * start + labels[start:])
+    return rows
+
+
+def common_length(ids: list[int], prompt: list[int]) -> int:
+    """The tokens with which both begin. A token may reach over the end of the prompt, which then ends differently."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt))
+    return sum(1 for _ in same)
+
+
+def tokenize_turns(
+    turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None = None, train_on: str = "all"
+) -> tuple[list[int], np.ndarray]:
+    """Token ids of a conversation, and which of them have a character of what the assistant says and is to learn.
+
+    apply_chat_template() tells the latter, too. But if the last character of a turn has no token of its own, such as a
+    space that the tokenizer leaves out, then it takes the rest of the conversation for the assistant's.
+    """
+    if not turns:
+        raise ValueError("it has no messages")
+    speaks = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    learned = [number for number in speaks if is_to_learn(turns[number])]
+    if train_on == "last":
+        learned = [number for number in learned if number == speaks[-1]]
+    turns = [{name: part for name, part in turn.items() if name not in ("train", "weight")} for turn in turns]
+    text, spans = find_spans(turns, speaks, learned, encoder, tools)
+    is_said = np.zeros(len(text), bool)
+    for begin, end in spans:
+        is_said[begin:end] = True
+    said_before = running_sum(is_said)
+    ids, begins, ends = encoder.conversation(text)
+    return ids, said_before[begins] < said_before[ends]
+
+
+def is_to_learn(turn: dict[str, Any]) -> bool:
+    """What its key train or weight says, if there is one."""
+    weight = turn.get("weight", turn.get("train", 1))
+    if weight not in (0, 1):
+        raise ValueError(f"a message has the weight {weight!r}; 0 leaves it out of the loss, and 1 does not")
+    return bool(weight)
+
+
+def find_spans(
+    turns: list[dict[str, Any]], speaks: list[int], learned: list[int], encoder: Encoder, tools: list[dict] | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and where in it lies what is learned. `speaks`: the numbers of the assistant's turns.
+
+    A generation block of the template tells. If the template has none, it is what a turn adds: the text with it, and
+    the text before it with the words that make the assistant speak.
+    """
+    template = encoder.tokenizer.get_chat_template(tools=tools)
+    if not marks_turns(template):
+        text, _ = render(turns, encoder, tools)
+        return text, [span_of_turn(number, turns, text, encoder, tools) for number in learned]
+    text, spans = render(turns, encoder, tools, return_assistant_tokens_mask=True)
+    if learned == speaks:
+        return text, spans
+    # Turn by turn, one sees which blocks are of which turn: some templates write several for one.
+    counts, found = [0], []
+    for number in speaks:
+        _, until = render(turns[: number + 1], encoder, tools, return_assistant_tokens_mask=True)
+        counts.append(len(until))
+        if number in learned:
+            found += spans[counts[-2] : counts[-1]]
+    if counts[-1] != len(spans) or counts != sorted(counts):
+        raise ValueError("the generation blocks of the chat template do not tell which turn is to be left out")
+    return text, found
+
+
+def span_of_turn(
+    number: int, turns: list[dict[str, Any]], text: str, encoder: Encoder, tools: list[dict] | None
+) -> tuple[int, int]:
+    """Where in the text of a conversation the assistant's turn of this number lies."""
+    before, _ = render(turns[:number], encoder, tools, add_generation_prompt=True)
+    until, _ = render(turns[: number + 1], encoder, tools)
+    if not (until.startswith(before) and text.startswith(until)):
+        raise ValueError(
+            f"the chat template has no generation blocks, and it writes message {number}, counted from 0, or what is "
+            "before it in another way if more follows; name a template with the blocks in data.chat_template"
+        )
+    return len(before), len(until)
+
+
+def marks_turns(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def render(
+    turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None = None, **options: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """What the chat template makes of turns, for Encoder.conversation(), and where its generation blocks are."""
+    [text], spans = render_jinja_template(
+        [encoder.said_by_message(turns)],
+        tools=encoder.said_by_message(tools),
+        chat_template=encoder.tokenizer.get_chat_template(tools=tools),
+        **encoder.tokenizer.special_tokens_map,
+        **options,
+    )
+    return text, spans[0] if spans else []
+
+
+def tools_of(value: Any) -> list[dict] | None:
+    """The schemas of the functions that a conversation may call, also if they are JSON in a text."""
+    schemas = [parsed(schema) for schema in present(parsed(value)) or []]
+    if not all(isinstance(schema, dict) for schema in schemas):
+        raise ValueError(f"tools has {value!r}; it is a list of the JSON schemas of functions")
+    return schemas or None
+
+
+def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[dict[str, Any]]:
+    """Messages as chat templates know them: role, content, and what else they have. A text is said by `role`."""
+    if isinstance(messages, str):
+        return [{"role": role, "content": messages}]
+    turns = []
+    for message in messages:
+        turn = present(message) or {}
+        if "from" in turn:
+            role = turn.pop("from")
+            if role not in ROLES:
+                raise ValueError(f"a message is from {role!r}, which is none of {', '.join(ROLES)}")
+            turn = present(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
+        if "role" not in turn:
+            raise ValueError(f"a message has {', '.join(turn) or 'nothing'}, and no role")
+        if isinstance(turn.get("content"), list):
+            turn["content"] = "".join(map(text_of, turn["content"]))
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [call_of(call) for call in parsed(turn["tool_calls"])]
+        turns.append(turn)
+    return turns
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A call of a tool. OpenAI writes its arguments as JSON in a text, which many templates would quote once more."""
+    call = parsed(call)
+    function = call.get("function", call)
+    if "arguments" in function:
+        function = function | {"arguments": parsed(function["arguments"])}
+    return call | {"function": function} if "function" in call else function
+
+
+def parsed(value: Any) -> Any:
+    """What JSON in a text says, and anything else as it is."""
+    return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+
+
+def text_of(part: Any) -> str:
+    """The text of a part, for contents in parts. Many templates would print a list as Python writes it."""
+    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    if not is_text:
+        raise ValueError(f"a content has the part {part}; a model of language alone reads only type text with its text")
+    return part["text"]
+
+
+def present(value: Any) -> Any:
+    """Without the keys that are null: Arrow gives each message the keys that any of them has."""
+    if isinstance(value, dict):
+        return {name: present(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [present(part) for part in value]
+    return value

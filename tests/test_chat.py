@@ -1,0 +1,301 @@
+"""Conversations with any template: what the assistant says is found, tools reach the template, turns can be left out.
+
+The templates are those of TRL's package, which has them as their authors have published them. What they write is
+written here by hand.
+"""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import transformers
+import trl
+from helpers import ROOT
+from test_finetune import byte_tokenizer
+
+from samerun.config import Config, Data, Model
+from samerun.data.documents import load_documents
+from samerun.data.tokenize import tokenize
+from samerun.errors import UserError
+from samerun.model.tokenizer import end_of_turn, load_tokenizer
+from samerun.run.sample import encode_prompt
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = str(ROOT / "configs" / "chat_template.jinja")
+MARKERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """What train.py makes of conversations: each as pieces of text, [what is read, what is learned, ..]."""
+
+    def make(rows: list[dict] | Path, template: str | None = None, **settings) -> list[list[str]]:
+        if isinstance(rows, list):
+            path = tmp_path / "rows.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows = path
+        own = template and (TEMPLATES / template).read_text()
+        name = byte_tokenizer(tmp_path / "tokenizer", own)
+        data = Data(files=str(rows), format="chat", tokenizer=name, special_tokens=MARKERS, **settings)
+        tokenizer = load_tokenizer(data, Model())
+        number = len(list(tmp_path.glob("tokens-*")))
+        found = tokenize(load_documents(data, data), data, tokenizer, tmp_path / f"tokens-{number}")
+        return [pieces_of(row, tokenizer) for row in found]
+
+    return make
+
+
+def pieces_of(row: dict, tokenizer) -> list[str]:
+    """The text of the tokens that are not learned, of those that are, and so on in turns."""
+    assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"]))
+    pieces, is_learned = [[]], False
+    for token, label in zip(row["input_ids"], row["labels"]):
+        if (label != -100) != is_learned:
+            is_learned = not is_learned
+            pieces.append([])
+        pieces[-1].append(token)
+    return [tokenizer.decode(piece) for piece in pieces]
+
+
+def chat(*turns: tuple, **more) -> dict:
+    """A row of messages (role, content), some with further keys."""
+    return {"messages": [{"role": role, "content": said} | dict(*keys) for role, said, *keys in turns]} | more
+
+
+TALK = [("user", "2+2?"), ("assistant", "It is 4."), ("user", "Sure?"), ("assistant", " Yes ")]
+LLAMA_SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\n{}Cutting Knowledge Date: December 2023\n"
+LLAMA_SYSTEM += "Today Date: 26 Jul 2024\n\n<|eot_id|>"
+
+
+def llama(role: str, said: str = "") -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{said}" + "<|eot_id|>" * bool(said)
+
+
+def qwen(role: str, said: str) -> str:
+    return f"<|im_start|>{role}\n{said}<|im_end|>\n"
+
+
+# Which of it the assistant says ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", sorted(file.stem.removesuffix("_training") for file in TEMPLATES.glob("*_training.jinja"))
+)
+def test_the_training_template_of_a_family(tmp_path, capsys, family):
+    """In place of the one that is published, unless data.chat_template names another one."""
+    name = byte_tokenizer(tmp_path, (TEMPLATES / f"{family}.jinja").read_text())
+    data = Data(files="a", format="chat", tokenizer=name)
+    assert load_tokenizer(data, Model()).chat_template == (TEMPLATES / f"{family}_training.jinja").read_text()
+    assert "TRL's training template" in capsys.readouterr().out
+    named = load_tokenizer(data.model_copy(update={"chat_template": CHATML}), Model())
+    assert named.chat_template == Path(CHATML).read_text() and capsys.readouterr().out == ""
+
+
+def test_a_template_that_trl_knows(made):
+    [pieces] = made([chat(*TALK)], "qwen3.jinja")
+    none = "<think>\n\n</think>\n\n"  # What the template says of an answer that nobody has thought about.
+    assert pieces == [
+        qwen("user", "2+2?") + "<|im_start|>assistant\n",
+        none + "It is 4.<|im_end|>\n",
+        qwen("user", "Sure?") + "<|im_start|>assistant\n",
+        none + " Yes <|im_end|>\n",
+    ]
+
+
+def test_a_template_without_marks(made, capsys):
+    """Llama 3.1 trims what is said."""
+    [pieces, short] = made([chat(*TALK), chat(("user", "A"))], "llama3_1.jinja")
+    begin = LLAMA_SYSTEM.format("") + llama("user", "2+2?") + llama("assistant")
+    again = llama("user", "Sure?") + llama("assistant")
+    assert pieces == [begin, "It is 4.<|eot_id|>", again, "Yes<|eot_id|>"]
+    assert short == [LLAMA_SYSTEM.format("") + llama("user", "A")]
+    assert "The chat template does not mark what the assistant says" in capsys.readouterr().out
+
+
+def test_the_marks_say_the_same_as_what_a_turn_adds(made, tmp_path):
+    """The end of the line after the end of the turn is the only difference."""
+    template = Path(CHATML).read_text().replace("{% generation", "{% if true").replace("endgeneration", "endif")
+    assert "generation %}" not in template
+    (tmp_path / "template").write_text(template)
+    rows = [chat(*TALK), chat(("system", "S"), *TALK), chat(("assistant", "A"), ("user", "B"), ("assistant", ""))]
+    marked = made(rows, chat_template=CHATML)
+    found = made(rows, chat_template=str(tmp_path / "template"))
+    assert list(map("".join, found)) == list(map("".join, marked))
+    for one, other in zip(found, marked):
+        assert one[1::2] == [f"{said}\n" for said in other[1::2]] != []
+
+
+def test_the_end_of_a_turn_without_marks(tmp_path):
+    name = byte_tokenizer(tmp_path, (TEMPLATES / "llama3_1.jinja").read_text())
+    tokenizer = load_tokenizer(Data(files="a", format="chat", tokenizer=name, special_tokens=MARKERS), Model())
+    assert tokenizer.decode(end_of_turn(tokenizer)) == "<|eot_id|>"
+
+
+def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):
+    """The published one of Qwen3 writes empty thoughts into the last turn alone."""
+    own = str(TEMPLATES / "qwen3.jinja")
+    [pieces] = made([chat(*TALK[:2])], chat_template=own)
+    assert pieces[1] == "<think>\n\n</think>\n\nIt is 4.<|im_end|>\n"
+    with pytest.raises(UserError, match="row 1, counted from 0: ValueError: the chat template has no"):
+        made([chat(*TALK[:2]), chat(*TALK)], chat_template=own)
+
+
+# Which turns are learned ----------------------------------------------------------------------------------------------
+
+LEFT_OUT = {"train": {"train": False}, "weight": {"weight": 0}}
+
+
+@pytest.mark.parametrize("template", [{"chat_template": CHATML}, {"template": "llama3_1.jinja"}], ids=["marks", "none"])
+@pytest.mark.parametrize("key", LEFT_OUT)
+def test_turns_that_are_left_out(made, template, key):
+    (user, hi), (assistant, said), *rest = TALK
+    marked = [(user, hi), (assistant, said, LEFT_OUT[key]), *rest]
+    [whole, first_only, nothing] = made(
+        [chat(*TALK), chat(*marked), chat(*marked[:2])],
+        **template,
+    )
+    assert first_only == ["".join(whole[:3]), *whole[3:]] and nothing == ["".join(nothing)]
+    last = made([chat(*TALK), chat(*TALK[:3]), chat(*marked[:3])], train_on="last", **template)
+    assert last[0] == first_only and last[1][:2] == whole[:2] and len(last[2]) == 1
+
+
+@pytest.mark.parametrize("weight", [1, True, 1.0])
+def test_a_turn_that_says_that_it_is_learned(made, weight):
+    [pieces] = made([chat(("user", "a"), ("assistant", "b", {"weight": weight}))], chat_template=CHATML)
+    assert pieces[1] == "b<|im_end|>"
+
+
+def test_a_weight_that_is_neither_0_nor_1(made):
+    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a message has the weight 0.5; 0 leaves it"):
+        made([chat(("user", "a"), ("assistant", "b", {"weight": 0.5}))], chat_template=CHATML)
+
+
+# Tools ----------------------------------------------------------------------------------------------------------------
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+TIME = {"type": "function", "function": {"name": "now", "parameters": {"zone": {"type": "integer"}}}}
+ARGUMENTS = {"city": "Rome"}
+
+
+def with_call(arguments, tools) -> dict:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    row = chat(("user", "Hot?"), ("assistant", "", {"tool_calls": [call]}), ("tool", "30"), ("assistant", "Yes."))
+    return row | {"tools": tools}
+
+
+WAYS = {  # In which data sets have tools, and the arguments of a call.
+    "lists and mappings": (ARGUMENTS, [WEATHER, TIME]),
+    "JSON in a text": (json.dumps(ARGUMENTS), json.dumps([WEATHER, TIME])),
+    "a list of JSON": (json.dumps(ARGUMENTS), [json.dumps(WEATHER), json.dumps(TIME)]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tools_and_calls_as_qwen3_writes_them(made, way):
+    [pieces, without] = made([with_call(*WAYS[way]), chat(*TALK[:2], tools=None)], "qwen3.jinja")
+    schemas = "\n".join(map(json.dumps, (WEATHER, TIME)))
+    assert pieces[0].startswith("<|im_start|>system\n# Tools\n\n") and f"<tools>\n{schemas}\n</tools>" in pieces[0]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert pieces[1] == f"<think>\n\n</think>\n\n{call}<|im_end|>\n"
+    assert pieces[2] == qwen("user", "<tool_response>\n30\n</tool_response>") + "<|im_start|>assistant\n"
+    assert pieces[3] == "<think>\n\n</think>\n\nYes.<|im_end|>\n" and len(pieces) == 4
+    assert without[0] == qwen("user", "2+2?") + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tools_and_calls_as_llama_writes_them(made, way):
+    [pieces] = made([with_call(*WAYS[way])], "llama3_1.jinja")
+    schemas = "".join(json.dumps(tool, indent=4) + "\n\n" for tool in (WEATHER, TIME))
+    assert pieces[0].startswith(LLAMA_SYSTEM.format("Environment: ipython\n"))
+    assert pieces[0].endswith(f"Do not use variables.\n\n{schemas}Hot?<|eot_id|>" + llama("assistant"))
+    assert pieces[1] == '{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>'
+    assert pieces[2:] == [llama("ipython", '"30"') + llama("assistant"), "Yes.<|eot_id|>"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_shipped_template_writes_tools_and_calls(made, way):
+    [pieces] = made([with_call(*WAYS[way])], chat_template=CHATML)
+    assert f"<tools>\n{json.dumps(WEATHER)}\n{json.dumps(TIME)}\n</tools>" in pieces[0]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    assert pieces[1:] == [call, "\n" + qwen("tool", "30") + "<|im_start|>assistant\n", "Yes.<|im_end|>", "\n"]
+
+
+def test_tools_in_arrow(made, tmp_path):
+    """Arrow gives each schema and each call the keys of all, with null in them."""
+    calls = [{"function": {"name": "now", "arguments": {"zone": 2}}}]
+    row = chat(("user", "When?"), ("assistant", "", {"tool_calls": calls}))
+    rows = [with_call(ARGUMENTS, [WEATHER, TIME]), row | {"tools": [TIME]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    _, pieces = made(tmp_path / "rows.parquet", "qwen3.jinja")
+    assert f"<tools>\n{json.dumps(TIME)}\n</tools>" in pieces[0]
+    assert '<tool_call>\n{"name": "now", "arguments": {"zone": 2}}\n</tool_call>' in pieces[1]
+
+
+def test_tools_that_are_none(made):
+    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: tools has .*the JSON schemas of functions"):
+        made([chat(*TALK, tools=["weather"])], chat_template=CHATML)
+
+
+def test_an_assistant_that_neither_speaks_nor_calls(made):
+    """An empty turn would be learned."""
+    with pytest.raises(UserError, match="row 0, counted from 0: UndefinedError"):
+        made([chat(("user", "a"), ("assistant", None))], chat_template=CHATML)
+
+
+# Pairs, and variables of the template ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", [["question", "answer"], None])
+def test_columns_of_texts_are_a_user_and_an_assistant(made, column):
+    names = column or ["prompt", "completion"]
+    [pieces] = made([dict(zip(names, ("2+2?", "4")))], chat_template=CHATML, column=column)
+    assert pieces == [qwen("user", "2+2?") + "<|im_start|>assistant\n", "4<|im_end|>", "\n"]
+
+
+def test_columns_of_pairs_by_their_names(tmp_path, made):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"q": "2+2", "a": "=4", "text": "no"}) + "\n")
+    data = Data(files=str(tmp_path / "qa.jsonl"), column=["q", "a"], tokenizer=byte_tokenizer(tmp_path / "t", None))
+    tokenizer = load_tokenizer(data, Model())
+    [row] = tokenize(load_documents(data, data), data, tokenizer, tmp_path / "tokens")
+    assert pieces_of(row, tokenizer) == ["2+2", "=4<|im_end|>"]
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"q": [1], "a": [2]}) + "\n")
+    tokens = Data(files=str(tmp_path / "ids.jsonl"), column=["q", "a"], format="tokens")
+    with pytest.raises(UserError, match="data.column: tokens have one column"):
+        load_documents(tokens, tokens)
+
+
+SAYS = "{{ mood }}|{{ level + 1 }}|{% if thinks is defined and not thinks %}quick{% endif %}|{{ names | join(',') }}|"
+
+
+def test_variables_are_the_same_in_training_and_in_samples(made, tmp_path):
+    (tmp_path / "template").write_text(SAYS + Path(CHATML).read_text())
+    variables = {"mood": 'so "so"\n\\ é', "level": 3, "thinks": False, "names": ["a", "b"]}
+    settings = {"chat_template": str(tmp_path / "template"), "chat_template_kwargs": variables}
+    said = 'so "so"\n\\ é|4|quick|a,b|' + qwen("user", "a") + "<|im_start|>assistant\n"
+    [pieces] = made([chat(("user", "a"), ("assistant", "b"))], **settings)
+    assert pieces == [said, "b<|im_end|>", "\n"]
+    data = {"files": ["a"], "format": "chat", "tokenizer": str(tmp_path / "tokenizer"), "eval_fraction": 0.1} | settings
+    config = Config(
+        run={"max_steps": 1}, batch={"global_batch_size": 1}, data=data, model={"architecture": {"model_type": "llama"}}
+    )
+    tokenizer = load_tokenizer(config.data, config.model)
+    assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == said
+    tokenizer.save_pretrained(tmp_path / "exported")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    turns = [{"role": "user", "content": "a"}]
+    assert exported.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == said
+    other = exported.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, thinks=True)
+    assert other == said.replace("quick", "")
+
+
+def test_samples_that_do_not_think(tmp_path):
+    name = byte_tokenizer(tmp_path, (TEMPLATES / "qwen3.jinja").read_text())
+    data = {"files": ["a"], "format": "chat", "tokenizer": name, "chat_template_kwargs": {"enable_thinking": False}}
+    config = Config(
+        run={"max_steps": 1}, batch={"global_batch_size": 1}, data=data, model={"architecture": {"model_type": "llama"}}
+    )
+    tokenizer = load_tokenizer(config.data, config.model)
+    expected = qwen("user", "a") + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == expected
