@@ -5,8 +5,11 @@ benchmarks/big_data.py.
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import transformers
-from helpers import launch, make_rows, run, tiny_config, write_rows
+from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from reference import shuffled
 
 from samerun.config import Data
@@ -257,3 +260,51 @@ def test_compressed_tokens_are_refused(tmp_path):
             writer.write_table(table)
     with pytest.raises(UserError, match="compressed; save the data set anew"):
         load_data(config_of(folder), None, seed=0)
+
+
+# Loads a data set with the rooms of a copy as they are, and again after a comment was added to each of them in turn.
+WITH_EDITED_ROOMS = """
+import json, linecache, sys
+from pathlib import Path
+sys.path.insert(0, ".")
+from samerun.data.load import load_data
+from samerun.model.tokenizer import load_tokenizer
+from samerun.config import Config
+config = Config.model_validate(json.loads(Path("config.json").read_text()))
+def load():
+    linecache.checkcache()
+    train, _ = load_data(config.data, load_tokenizer(config.data, config.model), 0)
+    tokens = {Path(file).parent.name for file, *_ in train.index["token_files"]}
+    return [train.folder.name, *tokens]
+found = {"": load()}
+for room in Path("samerun").rglob("*.py"):
+    before = room.read_text()
+    room.write_text(before + "# Edited.\\n")
+    found[str(room)] = load()
+    room.write_text(before)
+print("found", json.dumps(found))
+"""
+
+
+def test_other_code_makes_other_rows(tmp_path):
+    """Each room that decides tokens or rows, and no other one. What lies in a cache must not outlive the code of it."""
+    shutil.copytree(ROOT / "samerun", tmp_path / "samerun", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 5)
+    config = {
+        "run": {"max_steps": 1},
+        "batch": {"global_batch_size": 1},
+        "data": {"files": "text.jsonl", "sequence_length": 8},
+        "model": {"architecture": {"model_type": "llama"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", WITH_EDITED_ROOMS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(re.search("^found (.*)", done.stdout, re.M)[1])
+    rows, tokens = found.pop("")
+    assert len(found) > 30
+    other_rows = {Path(room).stem for room, (own_rows, _) in found.items() if own_rows != rows}
+    other_tokens = {Path(room).stem for room, (_, own_tokens) in found.items() if own_tokens != tokens}
+    of_tokens = {"order", "sources", "token_files", "documents", "encode", "chat", "tokenize"}
+    assert other_tokens == of_tokens and other_rows == of_tokens | {"rows", "overlap", "index"}
