@@ -1,4 +1,4 @@
-"""Rows on disk as an endless shuffled stream; mixtures of several."""
+"""Rows on disk as an endless shuffled stream; mixtures of several sources in constant shares."""
 
 import itertools
 import json

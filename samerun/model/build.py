@@ -1,4 +1,4 @@
-"""From a config to a model: weights, LoRA, torch.compile, FLOPs."""
+"""From a config to a model: weights, LoRA, which attention it gets, torch.compile, the FLOPs of a token."""
 
 import copy
 import difflib

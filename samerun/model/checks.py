@@ -1,4 +1,4 @@
-"""Whether a token sees what it must not, and whether packing or chunks change the loss."""
+"""Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
 from collections.abc import Callable
 from contextlib import contextmanager

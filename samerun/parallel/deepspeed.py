@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3."""
+"""DeepSpeed's ZeRO-2 and ZeRO-3: its engine's own passes, gradient norm and checkpoints."""
 
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The memory of a device, from a pass that is traced without storage."""
+"""What a device holds: weights, optimizer, and activations from a pass that is traced without storage."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Time, throughput and profiles."""
+"""Time, throughput, MFU with the peak FLOP/s of devices; profiles."""
 
 import atexit
 import itertools
