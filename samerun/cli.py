@@ -4,15 +4,15 @@ import argparse
 import difflib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields
 from samerun.errors import UserError, one_line, require
+from samerun.yaml12 import parse_yaml
 
 
 def help_text(story: str, kind: type[Config]) -> str:
@@ -173,9 +173,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         is_usable = len(args.config) == 1 and min(args.plan, default=1) > 0
         require(is_usable, "give one --config FILE, --plan at least 1; see --help")
         file = where = args.config[0]
-        # OmegaConf reads YAML as people do: 1e-4 is a number (in YAML 1.1 a string), and no key is given twice.
-        settings = OmegaConf.load(file)
-        require(OmegaConf.is_dict(settings), "its top level must be sections, such as run: and data:")
+        settings = parse_yaml(Path(file).read_text("utf-8")) or {}
+        require(isinstance(settings, dict), "its top level must be sections, such as run: and data:")
         for name, value in split_overrides(rest):
             where = f"{name} {value}".strip()
             is_setting = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name)
@@ -183,26 +182,34 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
             require(is_setting and has_value, "not --section.field VALUE")
             override(settings, name[2:], value)
             given += [f"{name[2:]}:", f"{name[2:]}."]  # So may begin what is said about it.
-        return kind.model_validate(OmegaConf.to_container(settings)), args.plan
+        return kind.model_validate(settings), args.plan
     except ValidationError as error:
         problems = describe(error, kind)
         is_given = problems.startswith(tuple(given))
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
-    except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{where}: {message}") from None
 
 
-def override(settings: DictConfig, path: str, text: str) -> None:
-    """Replace what is at a dotted path by a value in YAML. Raises UserError, and what OmegaConf raises."""
+def override(settings: dict[str, Any], path: str, text: str) -> None:
+    """Replace what is at a dotted path by a value in YAML. Raises UserError."""
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         advice = "quotes of its own, as in '\"*.txt\"', make any text YAML"
         raise UserError(f"the value is not YAML: {one_line(error)}; {advice}") from None
+    *parents, last = path.split(".")
     try:
-        OmegaConf.update(settings, path, value, merge=False)
-    except (TypeError, ValueError, IndexError):
+        for part in parents:
+            if isinstance(settings, list):
+                settings = settings[int(part)]
+                continue
+            if not isinstance(settings.get(part), dict | list):
+                settings[part] = {}
+            settings = settings[part]
+        settings[int(last) if isinstance(settings, list) else last] = value
+    except (TypeError, ValueError, IndexError, AttributeError):
         raise UserError("a part of this path is a list; give its items by their numbers from 0, or all of it") from None
 
 

@@ -70,7 +70,7 @@ class Run(Section):
     max_epochs: MayChange[PositiveFloat | None] = None
     """Length of the run in passes over the data, rounded up to whole steps."""
     max_tokens: MayChange[PositiveInt | None] = None
-    """Length of the run in tokens, rounded up to whole steps."""
+    """Length of the run in tokens without padding, by the mean of the rows; rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial weights, of the order of the rows and of dropout."""
     log_every: MayChange[PositiveInt] = 10
@@ -180,7 +180,7 @@ class Data(Source):
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] | None = None
     """Variables of the chat template, such as enable_thinking, in training, in samples and in the exported template."""
     special_tokens: Texts = []
-    """Tokens to add to the tokenizer, such as the markers of a chat template that it does not know."""
+    """Tokens to add to the tokenizer, such as markers of a chat template. With model.lora, their rows are trained."""
     parse_special_tokens: bool = False
     """Read a special token where a document or a prompt says one, as <|endoftext|>. Otherwise that is plain text."""
     tokenizer: Location | None = None

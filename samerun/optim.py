@@ -1,13 +1,35 @@
-"""Which weights Muon takes, and updates that are skipped on the device."""
+"""Which weights decay, which ones Muon takes, and updates that are skipped on the device."""
 
 import torch
 
+# Parameters of several dimensions that multiply no states: a number for each channel, expert or head.
+NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "time_mix_receptance", "time_mix_value"}
+
+
+def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The weights that decay: matrices, also stacked ones of experts, embeddings and kernels.
+
+    The biases of experts are stacked, too, and a Mamba's A_log has a value per channel and state. So the number of
+    dimensions does not tell. What its model has marked as _no_weight_decay does not decay, either.
+    """
+    found = set()
+    for name, parameter in model.named_parameters():
+        last = name.rpartition(".")[2]
+        is_marked = getattr(parameter, "_no_weight_decay", False)
+        if parameter.ndim >= 2 and last not in NO_MATRICES and "bias" not in last and not is_marked:
+            found.add(parameter)
+    return found
+
 
 def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The weights for Muon: all matrices except embeddings and the output layer (kellerjordan.github.io/posts/muon)."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    matrices = {parameter for parameter in model.parameters() if parameter.ndim == 2}
-    return matrices - embeddings - {model.get_output_embeddings().weight}
+    """The weights for Muon: all matrices except embeddings and the output layer (kellerjordan.github.io/posts/muon).
+
+    Experts that are stacked in one weight are left to AdamW, because torch's Muon takes no more than two dimensions.
+    """
+    outside = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    outside.add(model.get_output_embeddings().weight)
+    outside |= {weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name}  # By peft.
+    return {matrix for matrix in weight_matrices(model) - outside if matrix.ndim == 2}
 
 
 class Guard:

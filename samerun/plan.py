@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from samerun.config import Model
+from samerun.config import Config, Model
 from samerun.errors import require, say
 
 
@@ -91,6 +91,15 @@ class Stage:
     def row_of(self, step: int) -> int:
         """Where the rows of a step of this stage begin, and those of the step before it end."""
         return self.first_row + (step - self.first_step) * self.plan.global_batch_size
+
+
+def check_length(config: Config, stages: list[Stage], max_steps: int) -> None:
+    """Raises UserError if the run ends before a warmup does."""
+    warmup_fits = config.optim.warmup_steps <= max_steps
+    require(warmup_fits, f"optim.warmup_steps exceeds the run's {max_steps} steps")
+    last = stages[-1].first_step
+    reached = f"the global batch begins with step {last}, and the run has {max_steps}"
+    require(last <= max_steps, f"batch.warmup: {reached}; give fewer steps, or [] for none")
 
 
 def pipeline_bubble(config: Model, plan: Plan) -> float:

@@ -129,6 +129,7 @@ def test_killed_in_the_warmup(truth, tmp_path):
         (("max_tokens", 47 * 24), 9),
         (("max_tokens", 47 * 24 + 1), 10),
         (("max_tokens", 300 * 24), 35),  # 9 steps for 47 rows, and 26 for the other 253.
+        (("max_tokens", 300 * 24 + 1), 36),
         (("max_epochs", 1.0), 6),  # 12 + 7 + 4 of 7
         (("max_epochs", 2.0), 9),  # 46 of 47
         (("max_epochs", 47 / 23), 9),
@@ -142,7 +143,7 @@ def test_epochs_and_tokens_to_steps(truth, length, steps):
     run_ = {"max_steps": None, name: value}
     config = Config.model_validate({**config, "run": run_})
     stages = train.plan_stages(config, 10, 1, 1)
-    assert train.run_length(config, stages, 23) == steps
+    assert train.run_length(config, stages, 23, 23 * 24) == steps
 
 
 def test_tokens_are_rows(tmp_path, capsys):
@@ -178,3 +179,17 @@ def test_another_warmup_is_another_run(truth, tmp_path):
     shutil.rmtree(tmp_path / "run")
     run(tmp_path, config, "--run.max_steps", 12)
     assert run(tmp_path, config, "--run.max_steps", 13).launches == [0, 12]
+
+
+def test_tokens_are_those_of_the_rows(tmp_path):
+    """Not the most that rows could have: the run ends with the step in which the tokens are reached, but for the chance
+    that a part of an epoch has longer rows. Whole epochs have no such chance."""
+    config = tiny_config(tmp_path)
+    lengths = [len(row["input_ids"]) for row in datasets.load_from_disk(config["data"]["path"])]
+    config["run"]["max_steps"] = None
+    for epochs in (1, 10):  # 23 rows in steps of 10.
+        done = run(
+            tmp_path, config, "--run.max_tokens", epochs * sum(lengths), "--run.output_dir", tmp_path / f"{epochs}"
+        )
+        assert done.metrics[-1]["step"] == -(-epochs * len(lengths) // 10)
+        assert done.logged("train/epoch")[-1] == pytest.approx(done.metrics[-1]["step"] * 10 / len(lengths))

@@ -16,6 +16,7 @@ import train
 from samerun.cli import FOREIGN_NAMES, load_config
 from samerun.config import config_fields
 from samerun.errors import UserError
+from samerun.yaml12 import to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GOOD = """\
@@ -414,6 +415,25 @@ def test_global_batch_tokens_are_whole_rows(load, refusal, tokens, rows, near):
         assert load(*words).global_batch_size == rows
     else:
         assert re.search(rf"global_batch_tokens {tokens} .*sequence_length.*; {near}\b", refusal(*words))
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+ODD_TEXTS = ["1e5", "010", "1.", "${HOME", "${HOME}", "1:30", "yes", "null", "a: b", "2024-05-01", "0x1F", "- x", "é\n"]
+
+
+def test_what_a_run_writes_is_read_as_it_was(load):
+    """config.yaml of the run folder is a config like any other, whatever a prompt looks like."""
+    before = load("--eval.prompts", json.dumps(ODD_TEXTS), "--data.eval_fraction", "0.5")
+    assert before.eval.prompts == ODD_TEXTS
+    assert load(text=to_yaml(before.model_dump())) == before
+
+
+@pytest.mark.parametrize("text, number", [("010", 10), ("1_000", 1000), ("0x10", 16), ("+4", 4)])
+def test_numbers_are_those_that_people_read(load, text, number):
+    """By YAML 1.1, 010 is eight."""
+    assert load(text=GOOD.replace("10", text)).run.max_steps == number
+    assert load("--run.max_steps", text).run.max_steps == number
 
 
 # --help and the schema ------------------------------------------------------------------------------------------------

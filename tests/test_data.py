@@ -150,7 +150,7 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
     "name, content, texts",
     [
         ("a.csv", "text,n\nNone,1\nNA,2\nnull,3\n", ["None", "NA", "null"]),
-        ("a.txt", "\ufeffhi\r\n", ["hi\n"]),
+        ("a.txt", "\ufeffhi\r\n\n", ["hi\r\n\n"]),
         ("a.csv", "\ufefftext,n\r\nhi,1\r\n", ["hi"]),
         ("a.csv", "text,source\nhello world,web,\nbye,book,\n", ["hello world", "bye"]),  # Not web and book.
         ("a.jsonl", '\ufeff{"text": "hi"}\r\n', ["hi"]),

@@ -29,7 +29,7 @@ from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
 from samerun.model.build import build_model, flops_per_token
-from samerun.model.tokenizer import load_tokenizer
+from samerun.model.tokenizer import load_tokenizer, stop_after_turns
 
 # Conversations --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +120,32 @@ def chat(tmp_path_factory):
     config["run"]["max_steps"] = 8
     config["eval"] = {"prompts": ["é?"], "max_new_tokens": 8, "temperature": 0.0}
     return folder, config
+
+
+STRICT = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML.read_text()
+
+
+def test_a_template_that_needs_the_system(chat, tmp_path):
+    """Prompts have no turn of the system, so they get an empty one."""
+    _, config = chat
+    (tmp_path / "strict.jinja").write_text(STRICT)
+    rows = [{"messages": [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]}] * 8
+    source = {"path": str(write_rows(tmp_path / "chats", rows)), "chat_template": str(tmp_path / "strict.jinja")}
+    config = config | {"data": config["data"] | source | {"eval_source": {"path": source["path"]}}}
+    done = run(tmp_path, config, "--run.max_steps", 2, "--optim.warmup_steps", 0, "--batch.global_batch_size", 2)
+    assert "will not stop" not in done.output
+    assert done.logged("eval/sample_0")[0].startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\né?")
+
+
+def test_an_end_outside_of_the_generation_block_is_told(chat, tmp_path, capsys):
+    bare = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat[0] / "without")
+    tokenizer.chat_template = CONTENT_ALONE
+    stop_after_turns(bare, tokenizer)
+    said = capsys.readouterr().out
+    assert (
+        "ends a turn by <|im_end|>, but outside of its generation block" in said and "data.special_tokens" not in said
+    )
 
 
 @pytest.mark.parametrize("first", ["role", "content"])
@@ -450,6 +476,69 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
     assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(loaded, held_out), rel=1e-6)
     settings = "--run.resume", done.folder / "checkpoints" / "step-00000002", "--run.output_dir", tmp_path / "more"
     assert run(tmp_path, config, *settings).losses == done.losses[2:]
+
+
+WITH_TOKENS = [
+    ("Llama", "alone"),
+    ("GPT-2", "alone"),
+    ("GPT-2", "DDP"),
+    pytest.param("Llama", "FSDP2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("kind, how", WITH_TOKENS)
+def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
+    """The end of a turn is new to the model. Its rows in embedding and output layer are trained, tied (GPT-2) or not,
+    and the model comes to end its turns: nearly as likely as if all its weights were trained."""
+    folder, config = chat
+    (tmp_path / "template.jinja").write_text(CHATML.read_text().replace("<|im_end|>", "</turn>"))
+    data = {"chat_template": str(tmp_path / "template.jinja"), "special_tokens": ["</turn>", "<turn>"]}
+    start = tiny_model(tmp_path / "start", learned_positions=kind == "GPT-2")
+    small = transformers.AutoModelForCausalLM.from_pretrained(start)
+    small.resize_token_embeddings(259)  # Those of the tokenizer before.
+    small.save_pretrained(start)
+    config = config | {"data": config["data"] | data, "model": {"pretrained": str(start), "lora": {"r": 4}}}
+    config["model"]["lora"]["target_modules"] = "all-linear"
+    config["run"] = config["run"] | {"max_steps": 100, "save_every": 50, "keep_checkpoints": 2}
+    config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 4}
+    config["optim"] = config["optim"] | {"learning_rate": 0.02}
+    if how == "alone":
+        done = run(tmp_path, config, "--model.chunked_loss", str(kind == "Llama").lower())
+    elif how == "DDP":
+        done = launch(tmp_path, config, processes=2, warm=True)
+    else:
+        done = test_launchers.launch(tmp_path, config, "fsdp2", warm=True)
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model")
+    ends = []
+    for turns in (CHATS["two turns"], CHATS["several turns after one of the system"], CHATS["the assistant alone"]):
+        row = by_hand(turns, chatml=True)
+        ids = [259 if token == END else token for token in row["input_ids"]]
+        said = [place for place, label in enumerate(row["labels"]) if label == END]
+        with torch.no_grad():
+            chances = loaded(input_ids=torch.tensor([ids[:64]])).logits[0].softmax(1)
+        ends += [chances[place - 1, 259].item() for place in said if place < 64]
+    assert np.mean(ends) > 0.4 and len(ends) > 2  # 0.004 where the rows of new tokens stay as they are.
+    settings = "--run.resume", done.folder / "checkpoints" / "step-00000050", "--run.output_dir", tmp_path / "more"
+    more = run(tmp_path, config, *settings)
+    np.testing.assert_allclose(more.losses, done.losses[50:], rtol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [["embed_tokens", "lm_head"], ["norm", "mlp"]])
+def test_lora_trains_whole_modules_in_float32(tmp_path, trained):
+    """Beside frozen weights in bf16, where most updates of a weight in bf16 would be rounded away."""
+    config = tiny_config(tmp_path)
+    config["model"] |= {"dtype": "bfloat16", "lora": {"r": 2, "modules_to_save": trained}}
+    done = run(tmp_path, config, "--run.max_steps", 10)
+    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16).state_dict()
+    saved = {name: weight for name, weight in adapters(done).items() if "lora" not in name}
+    assert saved and {weight.dtype for weight in saved.values()} == {torch.float32}
+    for name, weight in saved.items():
+        before = start[name.removeprefix("base_model.model.").replace(".default.", ".")].float()
+        moved = (weight != before).float().mean()
+        assert moved > (0.1 if "embed_tokens" in name else 0.9)  # Few tokens are in the rows; AdamW decays the others.
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model")
+    held_out = list(datasets.load_from_disk(tmp_path / "held-out"))
+    assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(loaded, held_out), rel=2e-2)
 
 
 @pytest.mark.slow

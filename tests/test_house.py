@@ -11,6 +11,7 @@ FLOORS = {
     "early": 0,
     "errors": 1,
     "files": 1,
+    "yaml12": 1,
     "config": 2,
     "plan": 2,
     "cli": 3,

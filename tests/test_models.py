@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from samerun.config import Model
+from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
 from samerun.model.build import add_lora, build_model, compile_model, flops_per_token, has_known_layers, shapes_weights
-from samerun.model.checks import check_loss, settle_attention, what_leaks
+from samerun.model.checks import check_loss, draws_random_numbers, settle_attention, what_leaks
 from samerun.model.loss import joins_documents, model_inputs
+from samerun.model.tokenizer import use_special_tokens
 
 SHAPE = {
     "vocab_size": 97,
@@ -261,6 +262,18 @@ def test_flops_are_the_closed_form(length):
     assert flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
 
 
+def test_flops_that_cannot_be_counted_end_no_run(tmp_path):
+    """A dynamic rope asks how long the row is, which tensors without storage cannot tell. Only MFU is not known."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 2}
+    config["optim"]["warmup_steps"] = 0
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config["model"] = {"architecture": {"model_type": "llama", **SHAPE, "vocab_size": 384, "rope_parameters": rope}}
+    done = run(tmp_path, config, "--perf.peak_tflops", 1)
+    assert "MFU is not known" in done.output and len(done.losses) == 2
+    assert set(done.logged("perf/mfu")) == {None}
+
+
 def test_flops_of_a_mixture():
     """Each expert that a token takes is three matrices of 32 x 48 in both layers, forward and twice backward."""
     flops = []
@@ -423,6 +436,37 @@ def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
     assert model.generate(torch.tensor([[100]]), do_sample=False, max_new_tokens=20).tolist() == [[100, 101, 102, 1]]
 
 
+@pytest.mark.parametrize("ends", [[9], [9, 259]])
+def test_a_pretrained_model_ends_its_texts_as_another_tokenizer_does(tmp_path, ends):
+    """By the end that the texts had in this run, unless the model knew it already, perhaps among others."""
+    bare = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
+    bare.generation_config.eos_token_id = ends
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
+    tokenizer.eos_token = "<extra_id_0>"
+    assert tokenizer.eos_token_id == 259
+    config = Config.model_validate(tiny_config(tmp_path))
+    use_special_tokens(bare, tokenizer, config)
+    if 259 in ends:
+        assert bare.generation_config.eos_token_id == ends
+    else:
+        assert bare.generation_config.eos_token_id == bare.config.eos_token_id == 259
+        assert bare.generation_config.pad_token_id == 0
+
+
+def test_tokens_without_a_tokenizer_say_no_end(tmp_path):
+    """A new model would have the usual end of its family, 2 for a Llama, which may be any token."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 2}
+    config["optim"]["warmup_steps"] = 0
+    config["data"]["tokenizer"] = None
+    config["model"] = {"architecture": {"model_type": "llama", **SHAPE, "vocab_size": VOCABULARY}}
+    done = run(tmp_path, config)
+    for kind in transformers.AutoConfig, transformers.GenerationConfig:
+        found = kind.from_pretrained(done.folder / "model")
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (None, None, 0)  # 0 is in the config.
+
+
 class HostReads(TorchDispatchMode):
     """Counts where Python asks for a tensor's value: on a GPU each would wait for all work queued so far."""
 
@@ -482,6 +526,54 @@ def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
         assert ("Dropout is on" in done.output) == bool(share)
         losses += done.losses
     assert abs(losses[1] - losses[0]) > 1e-3
+
+
+RANDOM = {
+    "llama": {"attention_dropout": 0.5},
+    "falcon": {"hidden_dropout": 0.5},
+    "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.1},
+    "phimoe": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_chance_in_a_model_is_seen_by_what_it_does(name):
+    """Dropout that is a number which the attention uses, or the layer; and a router that samples experts."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+    shape |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = build(name, shape | RANDOM[name], "eager")
+    before = torch.get_rng_state()
+    assert draws_random_numbers(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    off = {setting: 0.0 for setting in RANDOM[name]}
+    if name != "phimoe":  # It knows no other way to train.
+        assert not draws_random_numbers(build(name, shape | RANDOM[name] | off, "eager"))
+
+
+def test_chance_that_the_loss_does_not_show_yet():
+    """At first a LoRA adapter adds 0, whatever it drops."""
+    found = transformers.AutoConfig.for_model("llama", **SHAPE)
+    for share in (0.0, 0.2):
+        model = build_model(Model(lora={"r": 2, "lora_dropout": share}), found, 0, seed=3)
+        assert draws_random_numbers(model) == bool(share)
+
+
+@pytest.mark.parametrize("name", ["ernie4_5", "jamba", "olmo"])
+def test_every_token_is_trained(name, tmp_path):
+    """Families have a pad token by default, 0 or 1, which may be any token of the vocabulary."""
+    shape = {key: value for key, value in SHAPE.items() if key != "pad_token_id"}
+    if name == "jamba":
+        shape |= {"use_mamba_kernels": False, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    found = transformers.AutoConfig.for_model(name, **shape)
+    pad = found.pad_token_id
+    model = build_model(Model(architecture={"model_type": name}), found, 0, seed=3)
+    model.save_pretrained(tmp_path)
+    loaded = build_model(Model(pretrained=str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path), 0, seed=3)
+    for one in model, loaded:
+        rows = one.get_input_embeddings().weight
+        assert 0.3 < rows[pad].std() / rows.std() < 3
+        one(input_ids=torch.tensor([[5, pad, 7, 8]])).logits.square().sum().backward()
+        assert rows.grad[pad].abs().sum() > 0
 
 
 @pytest.mark.parametrize("name, setting", [("llama", "attention_dropout"), ("falcon", "hidden_dropout")])

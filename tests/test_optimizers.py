@@ -94,3 +94,51 @@ def test_what_muon_is_not_for(tmp_path, learned_positions):
     gpt2, llama = {"transformer.wte.weight", "transformer.wpe.weight"}, {"model.embed_tokens.weight", "lm_head.weight"}
     outside = {name for name in names if model.get_parameter(name).ndim > 1}
     assert outside == (gpt2 if learned_positions else llama)
+
+
+SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+# What decays of a few families, by the last words of the names.
+DECAYING = {
+    "gpt_oss": {"embed_tokens.weight", "lm_head.weight", "router.weight", "gate_up_proj", "down_proj"}
+    | {f"{name}_proj.weight" for name in "qkvo"},
+    "mamba": {"embeddings.weight", "conv1d.weight", "in_proj.weight", "x_proj.weight", "dt_proj.weight"}
+    | {"out_proj.weight", "lm_head.weight"},
+    "rwkv": {"embeddings.weight", "head.weight"}
+    | {f"{name}.weight" for name in ("key", "value", "receptance", "output")},
+}
+MORE = {"gpt_oss": {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}, "mamba": {}, "rwkv": {}}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_decays_is_a_matrix_by_what_it_does(name, optimizer):
+    """Biases of experts and a Mamba's A_log have two dimensions. They do not decay, and Muon does not take them, nor
+    what has more dimensions."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(name, **SHAPE, **MORE[name])
+    )
+    named = {id(weight): weight_name for weight_name, weight in model.named_parameters()}
+    decaying, others, of_muon = set(), set(), set()
+    for part in train.build_optimizer(model, Optim(name=optimizer, weight_decay=0.1)):
+        for group in part.param_groups:
+            names = {named.pop(id(weight)) for weight in group["params"]}
+            (decaying if group["weight_decay"] else others).update(names)
+            of_muon |= names if isinstance(part, torch.optim.Muon) else set()
+    assert not named
+    for weight_name in decaying | others:
+        is_matrix = (
+            any(weight_name.endswith(end) for end in DECAYING[name]) and model.get_parameter(weight_name).ndim > 1
+        )
+        assert (weight_name in decaying) == is_matrix, weight_name
+    outside = "embed", "head", "conv1d", "gate_up_proj", "down_proj"
+    hidden = {weight_name for weight_name in decaying if not any(part in weight_name for part in outside)}
+    assert of_muon == (hidden if optimizer == "muon" else set())
+
+
+def test_what_a_model_marks_does_not_decay(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m"))
+    marked = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    marked._no_weight_decay = True
+    [optimizer] = train.build_optimizer(model, Optim(weight_decay=0.1))
+    [group] = [group for group in optimizer.param_groups if any(weight is marked for weight in group["params"])]
+    assert group["weight_decay"] == 0

@@ -281,6 +281,30 @@ def plans(tmp_path, capsys, monkeypatch):
     return plans
 
 
+LLAMA_ALONE = {"pretrained": None, "architecture": {"model_type": "llama", "vocab_size": 384}}
+FIVE = {"max_tokens": None, "max_steps": 5}
+REFUSED_BY_CONFIG = {
+    "optim.warmup_steps exceeds the run's 5 steps": {"run": FIVE, "optim": {"warmup_steps": 6}},
+    "batch.warmup: the global batch begins with step 6, and the run has 5": {
+        "run": FIVE,
+        "batch": {"warmup": [{"steps": 5, "rows": 2}]},
+    },
+    "cannot configure {'model_type': 'lama'}": {"model": {"pretrained": None, "architecture": {"model_type": "lama"}}},
+    "model.architecture: llama has no setting hiden_size; near are": {
+        "model": {"pretrained": None, "architecture": LLAMA_ALONE["architecture"] | {"hiden_size": "64"}}
+    },
+    "data.sequence_length 4096 exceeds the model's 1024 positions": {
+        "model": {"pretrained": None, "architecture": LLAMA_ALONE["architecture"] | {"max_position_embeddings": 1024}}
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_CONFIG)
+def test_what_a_launch_refuses_by_the_config_alone_the_plan_refuses(plans, message):
+    _, printed = plans(2, status=2, **REFUSED_BY_CONFIG[message])
+    assert message in printed
+
+
 def numbers(line, *columns):
     return tuple(int(line[column].replace(",", "")) for column in columns)
 

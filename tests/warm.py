@@ -35,7 +35,6 @@ LIBRARIES = (
     "filelock",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
-    "omegaconf",
     "pandas.plotting._matplotlib",
     "peft",
     "pydantic.functional_validators",

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import jinja2
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -140,6 +141,15 @@ def render(
         **options,
     )
     return text, spans[0] if spans else []
+
+
+def accepted_turns(turns: list[dict[str, Any]], encoder: Encoder) -> list[dict[str, Any]]:
+    """Turns that are not of the data. Some templates refuse those that do not begin with the system."""
+    try:
+        render(turns, encoder)
+    except jinja2.TemplateError:
+        return [{"role": "system", "content": ""}, *turns]
+    return turns
 
 
 def tools_of(value: Any) -> list[dict] | None:

@@ -10,13 +10,16 @@ import re
 import sysconfig
 import urllib.parse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.packaged_modules.text.text import Text
 
 from samerun.config import Source
 from samerun.data.stdlib_chats import write_stdlib_chats
@@ -174,10 +177,9 @@ def load_files(files: list[str]) -> datasets.Dataset:
         return read_files(builder, files)
 
 
-# By default, datasets makes a document per line and keeps the mark by which Windows begins a file. In a .csv it takes
-# words such as None and NA for empty cells, and if rows have a cell more than the header, it shifts the columns.
+# By default, datasets takes words such as None and NA in a .csv for empty cells, and if rows have a cell more than the
+# header, it shifts the columns.
 READING = {
-    "text": {"sample_by": "document", "encoding": "utf-8-sig"},
     "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
 }
 
@@ -191,10 +193,23 @@ def read_files(builder: str, files: list[str]) -> datasets.Dataset:
     return described.as_dataset("train")
 
 
+class TextFiles(Text):
+    """Each text file is a document, with the ends of its lines as they are."""
+
+    def _generate_tables(self, base_files: list[str], files_iterables: list) -> Iterator[tuple[Key, pa.Table]]:
+        for shard, file in enumerate(itertools.chain(*files_iterables)):
+            with open(file, encoding="utf-8-sig", newline="") as opened:  # Without the mark by which Windows begins.
+                table = pa.table({"text": pa.array([opened.read()], pa.string())})
+            yield Key(shard, 0), table
+
+
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     # datasets reads each name as a pattern. Escaped, a[1].txt is that file and nothing else.
     names = [file if "://" in file else glob.escape(file) for file in files]
-    return datasets.load_dataset_builder(builder, data_files=names, **READING.get(builder, {}))
+    described = datasets.load_dataset_builder(builder, data_files=names, **READING.get(builder, {}))
+    if builder == "text":
+        return TextFiles(hash=described.hash, data_files=described.config.data_files)
+    return described
 
 
 def first_bad_file(builder: str, files: list[str]) -> str:

@@ -2,14 +2,17 @@
 
 import copy
 import difflib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from samerun.config import Config, Model
-from samerun.errors import UserError, explained, require
+from samerun.config import Config, Model, as_list
+from samerun.errors import UserError, explained, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
 
 
@@ -57,17 +60,25 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
     return shapes[0] != shapes[1]
 
 
-def build_model(config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """The model on the CPU, from its seed or from its files, so that it is the same on every rank."""
+def build_model(
+    config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int, new_tokens: Sequence[int] = ()
+) -> torch.nn.Module:
+    """The model on the CPU, from its seed or from its files, so that it is the same on every rank.
+
+    `new_tokens` are the ids of data.special_tokens.
+    """
     torch.manual_seed(seed)
     with explained(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
         model = load_weights(config, found)
+        train_every_row(model, is_new=not config.pretrained)
         extend_embeddings(config, model, vocab_size)
         if config.attention == "sdpa" and model._supports_attention_backend and has_known_layers(model):
             transformers.AttentionInterface.register(DOCUMENTS, document_attention)
             model.set_attn_implementation(DOCUMENTS)
         if config.lora is not None:
-            model = add_lora(model, config.lora)
+            model = add_lora(model, config.lora, new_tokens)
+            if config.dtype != "float32":
+                train_in_float32(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
@@ -80,6 +91,19 @@ def extend_embeddings(config: Model, model: torch.nn.Module, vocab_size: int) ->
         advice = f"is less than the {vocab_size} of the tokenizer; leave it out to have as many"
         require("vocab_size" not in (config.architecture or {}), f"its vocab_size {size} {advice}")
         model.resize_token_embeddings(vocab_size)
+
+
+def train_every_row(model: torch.nn.Module, is_new: bool) -> None:
+    """Let no embedding leave out the pad token, whose row would stay 0.
+
+    Nothing is padded with it here, and by its number it may be any token: families have a default for pad_token_id,
+    whatever the tokenizer is.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            row, module.padding_idx = module.weight.data[module.padding_idx], None
+            if is_new:
+                row.copy_(torch.randn_like(row) * module.weight.data.std())
 
 
 def load_weights(config: Model, found: transformers.PreTrainedConfig) -> torch.nn.Module:
@@ -121,10 +145,51 @@ def has_known_layers(model: transformers.PreTrainedModel) -> bool:
     return is_known and layers <= {"full_attention", "sliding_attention"} and not chooses
 
 
-def add_lora(model: torch.nn.Module, lora: dict[str, Any]) -> torch.nn.Module:
+def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[int] = ()) -> torch.nn.Module:
+    """Adapters as peft makes them, and trained embeddings of `new_tokens`, which nothing has trained so far."""
     import peft  # Not at the top of the file, because it takes long.
 
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    lora = {"task_type": "CAUSAL_LM", **lora}
+    if new_tokens:
+        lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
+    return peft.get_peft_model(model, peft.LoraConfig(**lora))
+
+
+def rows_of_tokens(model: torch.nn.Module, lora: dict[str, Any], tokens: Sequence[int]) -> dict[str, list[int]] | None:
+    """The rows of these tokens in the embedding and in the output layer, unless an adapter trains the layer anyway."""
+    trained = [*as_list(lora.get("target_modules")), *as_list(lora.get("modules_to_save"))]
+    layers = [model.get_input_embeddings()]
+    if model.get_output_embeddings().weight is not layers[0].weight:  # Otherwise peft trains both as one.
+        layers.append(model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if module in layers]
+    return {name: list(tokens) for name in names if name.split(".")[-1] not in trained} or None
+
+
+def train_in_float32(model: torch.nn.Module) -> None:
+    """Let lora.modules_to_save be float32 beside frozen weights in bf16, for which most updates are too small.
+
+    peft itself sees to that for its adapters. Such a module computes in float32, and returns bf16 to the layers.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    def before(module: torch.nn.Module, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return as_type(torch.float32, (args, options))
+
+    def after(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        return as_type(torch.bfloat16, output)
+
+    def as_type(dtype: torch.dtype, values: Any) -> Any:
+        return tree_map(lambda value: value.to(dtype) if is_floating(value) else value, values)
+
+    def is_floating(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    for wrapper in model.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for trained in wrapper.modules_to_save.values():
+                trained.float()
+                trained.register_forward_pre_hook(before, with_kwargs=True)
+                trained.register_forward_hook(after)
 
 
 def compile_model(bare: torch.nn.Module, config: Model, packing: str) -> None:
@@ -153,10 +218,14 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
             model = add_lora(model, lora)
     counter = FlopCounterMode(display=False)
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    with explained(f"model.architecture: no pass is possible with {found.to_diff_dict()}"), fake, counter:
-        model.to_empty(device="cpu")
-        ids = torch.ones(1, length, dtype=torch.long)
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    try:
+        with fake, counter:
+            model.to_empty(device="cpu")
+            ids = torch.ones(1, length, dtype=torch.long)
+            model(input_ids=ids, use_cache=False).logits.sum().backward()
+    except Exception as error:  # Such as a rope that asks how long the row is. Only a figure needs this pass.
+        say(f"MFU is not known: FLOPs cannot be counted for this {found.model_type}: {one_line(error)}")
+        return math.nan
     return counter.get_total_flops() / length
 
 

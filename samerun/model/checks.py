@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config
 from samerun.data.batches import collate
@@ -34,6 +36,40 @@ def check_model(bare: torch.nn.Module, config: Config, accelerator: Accelerator,
         say(f"Rows are padded, because a {bare.config.model_type} does not keep documents apart in a single row.")
 
 
+@torch.no_grad()
+def draws_random_numbers(bare: torch.nn.Module) -> bool:
+    """Whether passes in training differ in what some module returns, as by dropout or a router that tries its luck.
+
+    The loss alone would not tell: at first, a LoRA adapter adds nothing, whatever its dropout is. Some models draw
+    numbers and do nothing with them, such as those that leave out no layers by a chance of 0.
+    """
+    can_be_tried = bare.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)
+    way = bare.config._attn_implementation if can_be_tried else "eager"  # Others need a GPU.
+    with torch.random.fork_rng(devices=[]), attention(bare, way):
+        before = torch.get_rng_state()
+        first = sums_inside(bare)
+        if torch.equal(before, torch.get_rng_state()):
+            return False
+        return any(sums_inside(bare) != first for _ in range(7))
+
+
+def sums_inside(bare: torch.nn.Module) -> list[float]:
+    """The sums of all that the modules return in a pass in training."""
+    sums = []
+
+    def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
+        sums.extend(value.double().sum().item() for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+
+    hooks = [module.register_forward_hook(note) for module in bare.modules()]
+    batch = collate([probe_row(vocabulary_size(bare), packed=False)], bare.device, joins_documents(bare))
+    try:
+        bare.train()(**model_inputs(bare, batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums
+
+
 def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
     """A row [3, 8] as of Dataset.read(): two documents of 4 tokens, or one of 8."""
     ids = (vocab_size // 2 + np.arange(8)) % vocab_size  # At its ends are special tokens, whose embedding may be 0.
@@ -57,7 +93,8 @@ def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # Some models change it in place.
 
-    tables = [module for module in bare.modules() if isinstance(module, torch.nn.Embedding)]
+    tables = {module for module in bare.modules() if isinstance(module, torch.nn.Embedding)}
+    tables.add(bare.get_input_embeddings())  # What peft puts in its place may compute without it.
     hooks = [table.register_forward_hook(keep) for table in tables]
     batch = collate([row], bare.device, joins_documents(bare))
     try:

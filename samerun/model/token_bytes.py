@@ -29,8 +29,15 @@ class TokenBytes:
         return torch.where(self.opens[before], self.first[targets], self.inside[targets]).sum()
 
 
-# A tokenizer that keeps all of these keeps all: spaces, lines, capitals, signs, and characters of one to four bytes.
-TEXTS = ("Two words", "def f(x):\n\n\treturn  x  # 1e-3\n", "Größe ½ ² naïve İ", "你好, мир 🙂!")
+# A tokenizer that keeps all of these keeps all: spaces, lines, capitals, signs, characters of one to four bytes, and
+# those that a Unicode normalization would change.
+TEXTS = (
+    "Two words",
+    "def f(x):\n\n\treturn  x  # 1e-3\n",
+    "Größe ½ ² naïve İ",
+    "你好, мир 🙂!",
+    "cafe\u0301 \ufb01 \u212b",
+)
 
 
 SPACES = ("▁", "Ġ")  # How SentencePiece and GPT-2 write a space at the begin of a token.

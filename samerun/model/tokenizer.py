@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -12,8 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from samerun.config import Data, Model
-from samerun.data.chat import marks_turns, tokenize_turns
+from samerun.config import Config, Data, Model
+from samerun.data.chat import accepted_turns, marks_turns, tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.errors import explained, say
 
@@ -83,22 +84,32 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def end_of_turn(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
     """The token by which the chat template ends what the assistant says; None if it is not a single, special one."""
+    said, _ = answer_and_rest(tokenizer)
+    return said[-1] if said and said[-1] in tokenizer.added_tokens_decoder else None
+
+
+def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens that are learned of an answer, and those that the template writes after them, without white space."""
+    encoder = Encoder(tokenizer, parse=True)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    said = [token for token, is_said in zip(*tokenize_turns(turns, Encoder(tokenizer, parse=True))) if is_said]
-    while said and not tokenizer.decode(said[-1]).strip():  # Some templates add a line's end.
-        said.pop()
-    is_special = said and said[-1] in tokenizer.added_tokens_decoder
-    return said[-1] if is_special else None
+    ids, is_said = tokenize_turns(accepted_turns(turns, encoder), encoder)
+    end = max(np.flatnonzero(is_said), default=-1) + 1
+    parts = [token for token, flag in zip(ids, is_said) if flag], ids[end:]
+    said, rest = ([token for token in part if tokenizer.decode(token).strip()] for part in parts)
+    return said, rest
 
 
 def stop_after_turns(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Let generate() stop at the end of the assistant's turn, here and in the exported model."""
     end = end_of_turn(tokenizer)
     if end is None:
-        say(
-            "The chat template ends a turn with text that is no special token of the tokenizer. So the model will not "
-            "stop by itself. Name the markers of the template in data.special_tokens."
-        )
+        _, rest = answer_and_rest(tokenizer)
+        problem = "by text that is no special token of the tokenizer"
+        advice = "Name the markers of the template in data.special_tokens."
+        if rest and rest[0] in tokenizer.added_tokens_decoder:
+            problem = f"by {tokenizer.convert_ids_to_tokens(rest[0])}, but outside of its generation block"
+            advice = "Move it to before {% endgeneration %}, so that it is learned."
+        say(f"The chat template ends a turn {problem}. So the model will not stop by itself. {advice}")
         return
     known = bare.generation_config.eos_token_id
     ends = known if isinstance(known, list) else [known]
@@ -109,13 +120,23 @@ def stop_after_turns(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTo
         bare.generation_config.do_sample = True
 
 
-def use_special_tokens(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, chosen: dict) -> None:
-    """Let a new model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
+def use_special_tokens(
+    bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase | None, config: Config
+) -> None:
+    """Let the model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
 
-    Otherwise it would have the usual ids of its family. Call it after the model is built: a model does not train the
-    embedding of its pad token, and some tokenizers pad with the token that ends a text, which must be trained.
+    Otherwise a new one would have the usual ids of its family, and one with another tokenizer than its own those of
+    its former vocabulary.
     """
+    chosen = config.model.architecture or {}
+    if config.model.pretrained:
+        known = bare.generation_config.eos_token_id
+        ends = known if isinstance(known, list) else [known]
+        is_right = tokenizer is None or tokenizer.eos_token_id in ends
+        has_no_end = tokenizer and tokenizer.eos_token_id is None and not config.data.tokenizer
+        if is_right or has_no_end:  # A published model may have more ends than its tokenizer.
+            return
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in chosen:
             for settings in (bare.config, bare.generation_config):
-                setattr(settings, name, getattr(tokenizer, name))
+                setattr(settings, name, getattr(tokenizer, name, None))

@@ -1,6 +1,7 @@
 """DTensors, the state of a checkpoint, and optimizers of a model that was divided."""
 
 import math
+import re
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -43,6 +44,12 @@ def shards_of(tensor: torch.Tensor) -> int:
     return math.prod(tensor.device_mesh.size(at) for at, one in enumerate(placements) if not one.is_replicate())
 
 
+def names_of_shared(model: torch.nn.Module) -> set[str]:
+    """The names of parameters that have an earlier name, too, as the trained rows of tied embeddings have with LoRA."""
+    every, first = (dict(model.named_parameters(remove_duplicate=again)) for again in (False, True))
+    return {re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in every.keys() - first.keys()}
+
+
 def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """The weights that are trained, by the names of the bare model, and the state of the optimizers.
 
@@ -56,7 +63,9 @@ def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer
         for of_weight in optimizer.state.values():
             if "step" in of_weight:
                 of_weight["step"].zero_()
-    tied = getattr(model, "module", model).all_tied_weights_keys  # Saved once, by the name of what they are tied to.
+    # Saved once, by the name of what they are tied to.
+    bare = getattr(model, "module", model)
+    tied = {*bare.all_tied_weights_keys, *names_of_shared(bare)}
     state = {}
     for name, value in optimizer_state.items():
         if name.startswith("state."):

@@ -14,7 +14,7 @@ from samerun.data.load import data_lock, load_data, take_at_once
 from samerun.errors import UserError, explained, require, say
 from samerun.model.build import download_weights, model_config
 from samerun.model.tokenizer import load_tokenizer
-from samerun.plan import plan_table, say_if_idle
+from samerun.plan import Stage, check_length, plan_table, say_if_idle
 from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
 from samerun.run.launch import go_offline_without_network, silence_libraries
 
@@ -45,11 +45,21 @@ def print_plans(config: Config, process_counts: list[int], plan_stages: Callable
     """What --plan shows: no data, weights or device are touched."""
     silence_libraries()
     launches = [PlannedLaunch(config, count, plan_stages, token_loss) for count in process_counts]
+    check_config(config, launches[0].stages)
     say(plan_table(list(itertools.chain(*(launch.stages for launch in launches)))))
     for launch in launches:
         say_if_idle(min((stage.plan for stage in launch.stages), key=lambda plan: plan.global_batch_size))
     if config.perf.device_memory_gib:
         say_memory(config, launches)
+
+
+def check_config(config: Config, stages: list[Stage]) -> None:
+    """Raises UserError for what a launch would refuse by the config alone. A model on the Hub is not asked for."""
+    if config.run.max_steps:
+        check_length(config, stages, config.run.max_steps)
+    if config.model.architecture or os.path.isdir(config.model.pretrained):
+        any_size = 384  # Of the vocabulary, where the config does not say it.
+        model_config(config, any_size)
 
 
 def planned_model(config: Config) -> transformers.PreTrainedConfig:

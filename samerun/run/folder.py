@@ -16,7 +16,6 @@ import accelerate
 import datasets
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
@@ -25,6 +24,7 @@ from samerun.config import Config
 from samerun.errors import UserError, explained, one_line, require, say
 from samerun.files import delete, replace_file
 from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, verify_checkpoint
+from samerun.yaml12 import to_yaml
 
 
 class RunFolder:
@@ -102,7 +102,7 @@ class RunFolder:
         for leftover in self.leftovers():
             delete(leftover)
         self.forget_metrics_after(step)
-        settings = yaml.safe_dump(config.model_dump(), sort_keys=False)  # The first evaluation is to stay the first.
+        settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
         replace_file(self.path / "config.yaml", f"{settings}# {json.dumps(library_versions())}\n")
         self.log_status(step)
 

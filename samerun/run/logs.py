@@ -110,14 +110,14 @@ def announce(setup: Setup, first_batch: MicroBatch) -> None:
             part = setup.train_data.sources[name]
             say(f"Source {name}: {len(part):,} rows, seen {times:.2f} times in the run")
     only = f", of which {setup.num_trained:,} are trained" if setup.config.model.lora is not None else ""
-    say(f"Model: {setup.num_parameters:,} parameters{only}, {setup.flops_per_token / 1e6:,.1f} MFLOPs per token")
+    known = not math.isnan(setup.flops_per_token)
+    flops = f"{setup.flops_per_token / 1e6:,.1f} MFLOPs per token" if known else "MFLOPs per token are not known"
+    say(f"Model: {setup.num_parameters:,} parameters{only}, {flops}")
     say(f"In the loss is, for example: {example!r}")
     if setup.config.eval.follow or len(setup.eval_data) > 1:
         rows = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
         say(f"Evaluations: {', '.join(rows)}; eval/loss is that of {setup.followed()}")
     if not setup.tokenizer:
         say("There is no tokenizer to export with the model: data.tokenizer can name the one that made the tokens.")
-    names = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout")
-    layers = [module for module in setup.bare.modules() if isinstance(module, torch.nn.Dropout)]
-    if any(getattr(setup.bare.config, name, 0) for name in names) or any(layer.p for layer in layers):
-        say("Dropout is on: this run is the same only on the same number of processes.")
+    if setup.is_random:
+        say("Dropout is on, or other chance in the model: this run is the same only on the same number of processes.")

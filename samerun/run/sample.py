@@ -4,9 +4,9 @@ import torch
 import transformers
 
 from samerun.config import Config
-from samerun.data.chat import render
+from samerun.data.chat import accepted_turns, render
 from samerun.data.encode import Encoder
-from samerun.errors import require, say
+from samerun.errors import explained, require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
 from samerun.run.setup import Setup
@@ -16,7 +16,8 @@ def encode_prompt(text: str, config: Config, tokenizer: transformers.PreTrainedT
     """The ids of a prompt, [1, tokens]. With format chat it is the user's first message."""
     encoder = Encoder(tokenizer, config.data.parse_special_tokens)
     if config.data.format == "chat":
-        rendered, _ = render([{"role": "user", "content": text}], encoder, add_generation_prompt=True)
+        turns = accepted_turns([{"role": "user", "content": text}], encoder)
+        rendered, _ = render(turns, encoder, add_generation_prompt=True)
         ids, _, _ = encoder.conversation(rendered)
     else:
         [ids] = encoder.texts([text])  # Some tokenizers begin each text with a token, as in training.
@@ -29,7 +30,8 @@ def check_prompts(bare: torch.nn.Module, config: Config, tokenizer: transformers
     """Raises UserError for a prompt that the model cannot continue, which would end the run at the first evaluation."""
     vocab_size, more = vocabulary_size(bare), config.eval.max_new_tokens
     for text in config.eval.prompts:
-        ids = encode_prompt(text, config, tokenizer)
+        with explained(f"eval.prompts: the chat template refuses {text!r}"):
+            ids = encode_prompt(text, config, tokenizer)
         require(ids.numel(), f"eval.prompts: {text!r} has no tokens")
         highest, length = ids.max(), ids.numel()
         advice = f"the model's vocabulary is 0 to {vocab_size - 1}; data.tokenizer must be the model's"

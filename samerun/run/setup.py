@@ -17,7 +17,7 @@ from samerun.model.loss import joins_documents
 from samerun.model.token_bytes import TokenBytes
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import trained_state
-from samerun.plan import Plan, Stage
+from samerun.plan import Plan, Stage, check_length
 from samerun.run.checkpoint import Progress
 from samerun.run.folder import RunFolder
 
@@ -44,6 +44,7 @@ class Setup:
     vocabulary: int  # The number of tokens that the model knows.
     num_parameters: int
     num_trained: int  # How many of them are trained.
+    is_random: bool  # Whether the model draws random numbers. Only the main process knows.
 
     def is_due(self, step: int, every: int) -> bool:
         """Every `every` steps and after the last one; with 0 only after the last one."""
@@ -82,15 +83,11 @@ class Setup:
 
 def check_sizes(setup: Setup) -> None:
     """Raises UserError if there are too few rows, steps or targets for this run."""
-    rows, max_steps = len(setup.train_data), setup.max_steps
+    rows = len(setup.train_data)
     batch = max(stage.plan.global_batch_size for stage in setup.stages)
     require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
     check_token_ids(setup.train_data, setup.vocabulary, "the training data")
-    warmup_fits = setup.config.optim.warmup_steps <= max_steps
-    require(warmup_fits, f"optim.warmup_steps exceeds the run's {max_steps} steps")
-    last = setup.stages[-1].first_step
-    reached = f"the global batch begins with step {last}, and the run has {max_steps}"
-    require(last <= max_steps, f"batch.warmup: {reached}; give fewer steps, or [] for none")
+    check_length(setup.config, setup.stages, setup.max_steps)
 
 
 def check_evaluations(setup: Setup) -> None:

@@ -1,0 +1,67 @@
+"""YAML as people read it: version 1.2, in which 1e-4 is a number and 010 is ten."""
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+INT = "tag:yaml.org,2002:int"
+FLOAT = "tag:yaml.org,2002:float"
+LEFT_OUT = {INT, FLOAT, "tag:yaml.org,2002:timestamp"}  # As PyYAML reads them, by version 1.1.
+KEPT = {
+    first: [(tag, regex) for tag, regex in resolvers if tag not in LEFT_OUT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+NUMBERS = {
+    INT: r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F_]+",
+    FLOAT: r"[-+]?([0-9][0-9_]*)?\.[0-9_]+([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(\.([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+class Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice."""
+
+    yaml_implicit_resolvers = {first: list(resolvers) for first, resolvers in KEPT.items()}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key}", key_node.start_mark)
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep)
+
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        text = node.value.replace("_", "")
+        return int(text, 16) if text.startswith("0x") else int(text)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads as it was: it quotes the text 1e5."""
+
+    yaml_implicit_resolvers = {first: list(resolvers) for first, resolvers in KEPT.items()}
+
+
+Loader.add_constructor(INT, Loader.construct_int)
+for number_tag, pattern in NUMBERS.items():
+    for side in (Loader, Dumper):
+        side.add_implicit_resolver(number_tag, re.compile(f"(?:{pattern})$"), list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Raises yaml.YAMLError."""
+    return unshared(yaml.load(text, Loader))
+
+
+def unshared(value: Any) -> Any:
+    """Copies of what several aliases stand for, so that each can be changed alone."""
+    if isinstance(value, dict):
+        return {key: unshared(part) for key, part in value.items()}
+    return [unshared(part) for part in value] if isinstance(value, list) else value
+
+
+def to_yaml(value: Any) -> str:
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
