@@ -60,7 +60,7 @@ def truth(tmp_path_factory):
     def result(name: str):
         folder = tmp_path_factory.mktemp("mesh")
         config = tiny_config(folder)
-        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 9}
+        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 3, "keep_checkpoints": 9}
         config["model"]["pretrained"] = str(family(folder / "model", name))
         config["batch"]["max_micro_batch_size"] = 2
         rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
@@ -181,7 +181,7 @@ def test_checkpoint_moves(truth, runs, tmp_path, name, ways):
     config, did = truth(name)
     done = runs(ways[0])
     for number, case in enumerate(ways[1:], start=1):
-        step = 4 if number == 1 else 8
+        step = 3 * number
         settings = *resume_from(done, step), "--run.output_dir", tmp_path / f"{number}"
         if case is None:
             done = run(tmp_path, config, *settings)

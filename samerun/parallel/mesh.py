@@ -248,8 +248,8 @@ class Parallelism:
             dist.all_reduce(square)
             square = square * layout.pp / layout.processes
         norm, limit = square.sqrt(), self.config.optim.max_grad_norm
-        if limit:
-            gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if limit and gradients:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm
