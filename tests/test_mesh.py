@@ -122,6 +122,7 @@ CASES = {
     "PP x FSDP2 x TP x experts": ("tied experts", 8, layout(FSDP2, pp=2, tp=2, ep=4), ()),
     "experts x PP x CP": ("experts", 8, layout(FSDP2, pp=2, cp=2, ep=2), INTERLEAVED),
     "PP x CP x TP": ("tied", 8, layout(DDP, pp=2, cp=2, tp=2), ()),
+    "PP x FSDP2 x CP x TP": ("tied", 16, layout(FSDP2, pp=2, cp=2, tp=2), INTERLEAVED),
 }
 QUICK = "DDP x TP", "PP x CP", "experts x TP"
 
