@@ -79,6 +79,7 @@ FOREIGN_NAMES = {
     "local_batch_size": "batch.max_micro_batch_size",
     "auto_find_batch_size": "batch.max_micro_batch_size",
     "gradient_accumulation_steps": "batch.global_batch_size",
+    "sync_each_micro_step": "batch.accumulation",
     "gradient_accumulation_iters": "batch.global_batch_size",
     "num_train_epochs": "run.max_epochs",
     "num_epochs": "run.max_epochs",

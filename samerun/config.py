@@ -115,8 +115,8 @@ class Batch(Section):
     """Stages before the global batch, each with its number of steps and its rows or tokens per step."""
     max_micro_batch_size: MayChange[PositiveInt | Literal["auto"]] = 8
     """The most rows that one device computes at a time; auto tries at the start what fits into memory."""
-    sync_each_micro_step: MayChange[bool] = False
-    """Average the gradients in each micro-step. This costs traffic, and with FSDP2 it saves memory."""
+    accumulation: MayChange[Literal["deferred", "immediate", "within_copies", "kept_weights"]] = "deferred"
+    """When ranks reduce gradients: once per step, in each micro-step, or in two further ways under FSDP2 and HSDP."""
 
 
 class Source(Section):

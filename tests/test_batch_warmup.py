@@ -64,7 +64,7 @@ def test_equals_the_plain_loop(truth, tmp_path, case):
     assert (planned["plan/global_batch_size"], planned["plan/grad_accum_steps"]) == (10, micro_steps[-1])
 
 
-@pytest.mark.parametrize("sync", ["true", "false"])
+@pytest.mark.parametrize("sync", ["deferred", "immediate"])
 def test_gradients_are_averaged_once_per_step(truth, tmp_path, monkeypatch, sync):
     """Accelerate counts micro-steps over all steps. In a stage with another number of them it would be off, and with
     DDP the ranks would go on from different gradients: in the last micro-step of a step, it must be at a multiple."""
@@ -77,7 +77,7 @@ def test_gradients_are_averaged_once_per_step(truth, tmp_path, monkeypatch, sync
         return backward(self, *args, **options)
 
     monkeypatch.setattr(train.Accelerator, "backward", note)
-    settings = "--batch.max_micro_batch_size", 2, "--batch.sync_each_micro_step", sync, "--run.max_steps", 12
+    settings = "--batch.max_micro_batch_size", 2, "--batch.accumulation", sync, "--run.max_steps", 12
     run(tmp_path, config, *settings)
     expected = []
     for micro_steps in [2] * 4 + [4] * 5 + [5] * 3:

@@ -82,7 +82,7 @@ def truth(tmp_path_factory):
 
 
 SHIPPED = {2: "deepspeed_zero2", 3: "deepspeed_zero3"}
-IMMEDIATE = "--batch.sync_each_micro_step", "true"
+IMMEDIATE = "--batch.accumulation", "immediate"
 
 
 @pytest.fixture(scope="module")

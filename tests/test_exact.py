@@ -29,7 +29,7 @@ def truth(tmp_path_factory):
     return config, did
 
 
-# processes (None: in this process), max_micro_batch_size, sync_each_micro_step; then what the plan must be for 10 rows.
+# processes (None: in this process), max_micro_batch_size, whether they reduce at once; then what the plan must be.
 CASES = {
     "1 process, whole batch": (1, 10, False, {"micro_batch_size": 10, "grad_accum_steps": 1}),
     "1 process, a row at a time": (None, 1, False, {"micro_batch_size": 1, "grad_accum_steps": 10}),
@@ -48,7 +48,7 @@ SLOW = "3 processes, uneven", "4 processes, uneven, some without a row"
 def test_equals_the_plain_loop(truth, tmp_path, case):
     config, did = truth
     processes, limit, sync, plan = CASES[case]
-    overrides = "--batch.max_micro_batch_size", limit, "--batch.sync_each_micro_step", str(sync).lower()
+    overrides = "--batch.max_micro_batch_size", limit, "--batch.accumulation", "immediate" if sync else "deferred"
     if processes:  # One of them by the real command.
         done = launch(tmp_path, config, *overrides, processes=processes, warm=case != "2 processes")
     else:

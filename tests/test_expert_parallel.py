@@ -84,8 +84,8 @@ def truth(tmp_path_factory):
 
 # Model, processes, how many of them divide the experts, rows of a pass, and settings. 10 rows on 4 ranks are 3 for
 # some and 2 for others: one row at a time, the others have a pass without a row.
-DEFERRED = "--batch.sync_each_micro_step", "false"
-IMMEDIATE = "--batch.sync_each_micro_step", "true"
+DEFERRED = "--batch.accumulation", "deferred"
+IMMEDIATE = "--batch.accumulation", "immediate"
 CHUNKED = "--model.chunked_loss", "true"
 CHECKPOINTING = "--model.gradient_checkpointing", "true"
 CASES = {

@@ -362,6 +362,8 @@ def lora_runs(lora, tmp_path_factory):
             return run(folder, config)
         if how == "DDP":
             return launch(folder, config, processes=2, warm=True)
+        if how in ("SP", "CP"):
+            return launch(folder, config, processes=2, warm=True, env={f"PARALLELISM_CONFIG_{how}_SIZE": "2"})
         return test_launchers.launch(folder, config, "fsdp2", warm=True)
 
     return result
@@ -370,7 +372,8 @@ def lora_runs(lora, tmp_path_factory):
 FSDP2 = pytest.param("some matrices", "FSDP2", marks=pytest.mark.slow)
 ALONE = pytest.param("some matrices", "alone", marks=pytest.mark.slow)
 ALL_LINEAR = pytest.param("all-linear", "alone", marks=pytest.mark.slow)
-LORA_RUNS = [ALONE, ("some matrices", "DDP"), FSDP2, ALL_LINEAR]
+SHARED_ROWS = [pytest.param("some matrices", way, marks=pytest.mark.slow) for way in ("SP", "CP")]
+LORA_RUNS = [ALONE, ("some matrices", "DDP"), FSDP2, ALL_LINEAR, *SHARED_ROWS]
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS)

@@ -65,7 +65,7 @@ CASES = {  # Launcher file, its options for fewer processes; then how many proce
     "FSDP2": ("fsdp2", (), (2, 3)),
     "HSDP": ("hsdp", ("--num_machines", 1), (4, 2)),
 }
-IMMEDIATE = "--batch.sync_each_micro_step", "true"
+IMMEDIATE = "--batch.accumulation", "immediate"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from helpers import (
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
-from samerun.parallel.layout import REFUSED
+from samerun.config import Batch, Config, Eval, Model, Optim
+from samerun.errors import UserError
+from samerun.parallel.layout import REFUSED, Layout, check_combination
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "head_dim": 8}
@@ -58,7 +60,7 @@ def truth(tmp_path_factory):
     def result(name: str):
         folder = tmp_path_factory.mktemp("mesh")
         config = tiny_config(folder)
-        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 9}
+        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 3, "keep_checkpoints": 9}
         config["model"]["pretrained"] = str(family(folder / "model", name))
         config["batch"]["max_micro_batch_size"] = 2
         rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
@@ -83,7 +85,8 @@ def layout(fsdp2: bool, pp: int = 1, ep: int = 1, **sizes: int) -> dict:
 
 # It needs a multiple of 2 passes, and 10 rows on 1 or 2 pipelines are 4 or 2 of 3 rows.
 INTERLEAVED = "--model.pipeline_schedule", "Interleaved1F1B", "--batch.max_micro_batch_size", 3
-EACH = "--batch.sync_each_micro_step", "true"
+EACH = "--batch.accumulation", "immediate"
+KEPT, WITHIN = ("--batch.accumulation", "kept_weights"), ("--batch.accumulation", "within_copies")
 CHUNKED = "--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"
 FSDP2, DDP = True, False
 # Model, processes, layout, settings.
@@ -98,6 +101,10 @@ CASES = {
     "experts x TP": ("experts", 4, layout(FSDP2, tp=2, ep=4), ()),
     "experts x PP": ("tied experts", 4, layout(FSDP2, pp=2, ep=2), EACH),
     "experts x CP": ("experts", 4, layout(FSDP2, cp=2, ep=2), ()),
+    "FSDP2, weights kept": ("tied", 4, layout(FSDP2), KEPT),
+    "HSDP, between copies once": ("llama", 4, layout(FSDP2, dp_replicate=2), WITHIN),
+    "PP x FSDP2, weights kept": ("llama", 4, layout(FSDP2, pp=2), (*KEPT, *INTERLEAVED)),
+    "PP x HSDP, between copies once": ("tied", 8, layout(FSDP2, pp=2, dp_replicate=2), WITHIN),
     "FSDP2 x TP x PP": ("llama", 8, layout(FSDP2, tp=2, pp=2), ()),
     "FSDP2 x TP x PP, tied": ("tied", 8, layout(FSDP2, tp=2, pp=2), CHUNKED),
     "FSDP2 x TP x PP, interleaved": ("llama", 8, layout(FSDP2, tp=2, pp=2), (*INTERLEAVED, *CHUNKED)),
@@ -112,7 +119,7 @@ CASES = {
     "PP x SP x FSDP2": ("llama", 8, layout(FSDP2, pp=2, sp=2), INTERLEAVED),
     "PP x HSDP": ("tied", 8, layout(FSDP2, pp=2, dp_replicate=2), ()),
     "experts x HSDP": ("experts", 8, layout(FSDP2, dp_replicate=2, ep=2), ()),
-    "experts x PP x TP": ("tied experts", 8, layout(FSDP2, pp=2, tp=2, ep=4), ()),
+    "PP x FSDP2 x TP x experts": ("tied experts", 8, layout(FSDP2, pp=2, tp=2, ep=4), ()),
     "experts x PP x CP": ("experts", 8, layout(FSDP2, pp=2, cp=2, ep=2), INTERLEAVED),
     "PP x CP x TP": ("tied", 8, layout(DDP, pp=2, cp=2, tp=2), ()),
     "PP x FSDP2 x CP x TP": ("tied", 16, layout(FSDP2, pp=2, cp=2, tp=2), INTERLEAVED),
@@ -167,7 +174,7 @@ def test_begins_as_the_plain_loop(truth, runs, case):
     "name, ways",
     [
         ("tied", ["FSDP2 x TP x PP, tied", None, "CP x TP x FSDP2", "HSDP x TP"]),
-        ("tied experts", ["experts x PP x TP", None, "experts x PP"]),
+        ("tied experts", ["PP x FSDP2 x TP x experts", None, "experts x PP"]),
     ],
 )
 def test_checkpoint_moves(truth, runs, tmp_path, name, ways):
@@ -175,7 +182,7 @@ def test_checkpoint_moves(truth, runs, tmp_path, name, ways):
     config, did = truth(name)
     done = runs(ways[0])
     for number, case in enumerate(ways[1:], start=1):
-        step = 4 if number == 1 else 8
+        step = 3 * number
         settings = *resume_from(done, step), "--run.output_dir", tmp_path / f"{number}"
         if case is None:
             done = run(tmp_path, config, *settings)
@@ -254,6 +261,26 @@ def test_a_mistake_is_refused_by_the_name_of_a_weight(truth, tmp_path, mistake, 
     kind = MODELS[name][0]
     expected = f"error: launch: divided as .*, a {kind} computes another gradient of {weight}; take FSDP2"
     assert re.fullmatch(expected, found)
+
+
+@pytest.mark.parametrize(
+    "accumulation, copies, is_sharded, message",
+    [
+        ("within_copies", 1, True, "batch.accumulation within_copies: needs HSDP"),
+        ("kept_weights", 1, False, "batch.accumulation kept_weights: needs FSDP2"),
+        ("within_copies", 2, True, None),
+        ("kept_weights", 1, True, None),
+    ],
+)
+def test_what_accumulation_needs(accumulation, copies, is_sharded, message):
+    batch = Batch(global_batch_size=8, accumulation=accumulation)
+    config = Config.model_construct(model=Model(pretrained="any"), batch=batch, optim=Optim(), eval=Eval())
+    layout = Layout(is_sharded=is_sharded, dp_replicate=copies)
+    if message is None:
+        check_combination(layout, config, "no", None)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_combination(layout, config, "no", None)
 
 
 def matrix() -> str:

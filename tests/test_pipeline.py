@@ -169,11 +169,12 @@ def test_packed_documents_are_as_if_alone(tmp_path, processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case, each, times", [("FSDP2", "false", 3), ("FSDP2", "true", 6), ("FSDP2, interleaved, chunked loss", "false", 3)]
+    "case, each, times",
+    [("FSDP2", "deferred", 3), ("FSDP2", "immediate", 6), ("FSDP2, interleaved, chunked loss", "deferred", 3)],
 )
 def test_how_often_fsdp2_averages(truth, runs, case, each, times):
     """The two layers of a rank, and what is in none of them: once per step, or in each of its 2 micro-steps."""
-    done = runs(case, "--batch.sync_each_micro_step", each, "--perf.profile_steps", "[2, 2]")
+    done = runs(case, "--batch.accumulation", each, "--perf.profile_steps", "[2, 2]")
     truth[1].check(done)
     with gzip.open(done.folder / "profile.json.gz") as file:
         names = Counter(event.get("name") for event in json.load(file)["traceEvents"])

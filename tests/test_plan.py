@@ -450,7 +450,9 @@ def test_memory_of_fsdp2(monkeypatch):
     memory = memory_of(4)  # 4 rows for each rank in 2 micro-steps, so gradients wait, and are whole.
     assert memory["weights"] == PARAMETERS + 4 * (outside + 2 * LAYER) + 8 * LAYER
     assert (memory["gradients"], memory["optimizer"]) == (4 * PARAMETERS, 2 * PARAMETERS)
-    assert memory_of(4, {"sync_each_micro_step": True})["gradients"] == PARAMETERS
+    assert memory_of(4, {"accumulation": "immediate"})["gradients"] == PARAMETERS
+    kept = memory_of(4, {"accumulation": "kept_weights"})  # All weights stay gathered from one micro-step to the next.
+    assert (kept["weights"], kept["gradients"]) == (PARAMETERS + 4 * PARAMETERS + 8 * LAYER, PARAMETERS)
     assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
 
 
@@ -549,6 +551,17 @@ def test_memory_of_a_pipeline():
     memory = memory_of(2, pipeline_ranks=2)
     assert memory["gradients"] == 4 * (LAYERS // 2 * LAYER + 384 * WIDTH + WIDTH)
     assert memory["activations"] > 0.9 * memory_of(1)["activations"]
+
+
+def test_memory_of_three_dimensions(monkeypatch):
+    """Of half of the layers and of one end half of each matrix, and of that FSDP2 has a quarter, as of whole norms."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    set_fsdp2(monkeypatch)
+    norms = 2 * WIDTH
+    own = LAYERS // 2 * ((LAYER - norms) / 2 + norms) + 384 * WIDTH / 2 + WIDTH
+    memory = memory_of(16, pipeline_ranks=2)
+    assert (memory["gradients"], memory["optimizer"]) == (4 * own, 8 * own / 4)  # There are 2 micro-steps.
+    assert memory_of(16, {"accumulation": "immediate"}, pipeline_ranks=2)["gradients"] == own
 
 
 def test_memory_of_activations():
@@ -660,8 +673,12 @@ def test_memory_of_8_billion_parameters(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size, gib", [({}, 94), ({"SP": "8"}, 65), ({"TP": "8"}, 61)])
-def test_memory_of_405_billion_parameters(monkeypatch, size, gib):
+@pytest.mark.parametrize(
+    "size, stages, rows, gib",
+    [({}, 1, 1024, 94), ({"SP": "8"}, 1, 1024, 65), ({"TP": "8"}, 1, 1024, 61)]
+    + [({"CP": "8", "TP": "8"}, 1, 1024, 32), ({"TP": "8"}, 8, 1024, 124), ({"TP": "8"}, 8, 256, 76)],
+)
+def test_memory_of_405_billion_parameters(monkeypatch, size, stages, rows, gib):
     """The two moments are 8 bytes for each parameter, on 512 devices. The sums are still what README says."""
     set_fsdp2(monkeypatch)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -669,10 +686,12 @@ def test_memory_of_405_billion_parameters(monkeypatch, size, gib):
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", ranks)
     shape = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128_256}
     shape |= {"num_attention_heads": 128, "num_key_value_heads": 8}
-    batch = {"global_batch_size": 1024, "max_micro_batch_size": 1, "sync_each_micro_step": True}
-    savings = {"gradient_checkpointing": True, "chunked_loss": True}
+    batch = {"global_batch_size": rows, "max_micro_batch_size": 1, "accumulation": "immediate"}
+    savings = {"gradient_checkpointing": True, "chunked_loss": True, "pipeline_ranks": stages}
     memory = memory_of(512, batch, 8192, architecture=LLAMA | shape, **savings)
-    assert memory["optimizer"] == pytest.approx(8 * 405.9e9 / 512, rel=0.01)
+    # A rank of a pipeline has 16 of the 126 layers at most, and one of the embedding and the output layer.
+    own = 405.9e9 if stages == 1 else 8 * (16 * (405.9e9 - 2 * 128_256 * 16384) / 126 + 128_256 * 16384)
+    assert memory["optimizer"] == pytest.approx(8 * own / 512, rel=0.01)
     assert sum(memory.values()) / 2**30 == pytest.approx(gib, abs=0.5)
 
 

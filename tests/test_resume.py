@@ -276,7 +276,7 @@ def test_harmless_changes_and_a_chosen_checkpoint(whole, again, tmp_path):
         "run.save_every": 2,
         "run.keep_checkpoints": 1,
         "batch.max_micro_batch_size": 3,
-        "batch.sync_each_micro_step": "true",
+        "batch.accumulation": "immediate",
         "model.attention": "eager",
         "eval.max_rows": 4,
     }

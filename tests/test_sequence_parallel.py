@@ -70,7 +70,7 @@ def truth(tmp_path_factory):
 
 
 # Processes, how they are launched, settings; then how many groups share the 10 rows of a step, and in how many passes.
-IMMEDIATE = "--batch.sync_each_micro_step", "true"
+IMMEDIATE = "--batch.accumulation", "immediate"
 CASES = {
     "2 share": (2, share(2), (), {"data_parallel_size": 1, "micro_batch_size": 3, "grad_accum_steps": 4}),
     "4 share 2 key heads": (4, share(4), (), {"data_parallel_size": 1, "micro_batch_size": 3, "grad_accum_steps": 4}),

@@ -97,7 +97,7 @@ def truth(tmp_path_factory):
 
 
 # Model, how it is launched, settings; then how many groups share the 10 rows of a step, and in how many passes.
-IMMEDIATE = "--batch.sync_each_micro_step", "true"
+IMMEDIATE = "--batch.accumulation", "immediate"
 CHUNKED = "--model.chunked_loss", "true"
 ALONE = {"data_parallel_size": 1, "micro_batch_size": 4, "grad_accum_steps": 3}
 IN_TWO = {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}

@@ -19,6 +19,14 @@ def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, An
         fully_shard(module, mesh=mesh, ignored_params=elsewhere, **options)
 
 
+def before_micro_step(module: torch.nn.Module, accumulation: str, is_last: bool, recurse: bool = True) -> None:
+    """Tell FSDP2 what to do after the coming backward pass, see batch.accumulation. Accelerate defers reductions."""
+    if accumulation == "within_copies":
+        module.set_requires_all_reduce(is_last, recurse=recurse)
+    if accumulation == "kept_weights":  # Those that the next micro-step would gather again. An update needs them gone.
+        module.set_reshard_after_backward(is_last, recurse=recurse)
+
+
 def sharding_options(accelerator: Accelerator, is_exact: bool) -> dict[str, Any]:
     """What the launcher file says about FSDP2, as fully_shard() takes it. In float32 if it is to be exact."""
     in_bf16 = accelerator.mixed_precision == "bf16" and not is_exact

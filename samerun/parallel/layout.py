@@ -214,6 +214,12 @@ REFUSED = [
 
 def check_combination(layout: Layout, config: Config, precision: str, plugin: Any) -> None:
     """Raises UserError for what is in REFUSED. `plugin` is the fsdp_plugin of Accelerate, or None."""
+    accumulation = config.batch.accumulation
+    needs = {"within_copies": ("hsdp", layout.is_sharded and layout.dp_replicate > 1)}
+    needs["kept_weights"] = ("fsdp2", layout.is_sharded)
+    file, is_there = needs.get(accumulation, ("", True))
+    advice = f"take accelerate_configs/{file}.yaml, or use immediate"
+    require(is_there, f"batch.accumulation {accumulation}: needs {file.upper()}; {advice}")
     for refusal in REFUSED:
         used = [name for name in refusal.dimensions if layout.uses(name)]
         if used and refusal.is_asked(config, precision, plugin):

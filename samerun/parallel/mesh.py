@@ -23,7 +23,7 @@ from samerun.errors import explained, require
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, joins_documents, replaced
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
-from samerun.parallel.fsdp import BF16_POLICY, shard_layers, sharding_options
+from samerun.parallel.fsdp import BF16_POLICY, before_micro_step, shard_layers, sharding_options
 from samerun.parallel.layout import Layout, check_combination
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
 from samerun.parallel.probe import first_difference, small_model, try_out_whole
@@ -75,6 +75,8 @@ class Parallelism:
             if self.layout.is_sharded and self.accelerator.mixed_precision != "no":
                 self.plugin.mixed_precision_policy = BF16_POLICY
             model, *_ = self.accelerator.prepare(model, *optimizers)
+            if self.config.batch.accumulation == "kept_weights":
+                model.set_reshard_after_forward(False)
             return model
         if self.layout.ep > 1:
             check_experts(model, self.layout.ep, self.layout.setting("ep"))
@@ -126,6 +128,8 @@ class Parallelism:
                 shard_experts(model, experts, self.expert_mesh, layout.dp_replicate, self.layout.averages_over, options)
             among = self.mesh["dp_replicate", "data"] if layout.dp_replicate > 1 else self.mesh["data"]
             shard_layers(model, among, options)
+            if self.config.batch.accumulation == "kept_weights":
+                model.set_reshard_after_forward(False)
         self.note_reductions(model, partial)
 
     def note_reductions(self, model: torch.nn.Module, partial: list[str]) -> None:
@@ -190,6 +194,11 @@ class Parallelism:
             micro_batches = [part_of_row(batch, layout, number, self.row_ranks) for batch in micro_batches]
         return micro_batches
 
+    def before_micro_step(self, model: torch.nn.Module, is_last: bool) -> None:
+        """What FSDP2 keeps or reduces differently than in the last micro-step."""
+        if self.layout.is_sharded:
+            before_micro_step(model, self.config.batch.accumulation, is_last)
+
     def reduce_gradients(self, model: torch.nn.Module) -> None:
         """Add up what neither DDP nor FSDP2 has, after the last micro-step."""
         if self.layout.is_divided and not self.layout.is_sharded:  # FSDP2 makes them as the weights are.
@@ -239,8 +248,8 @@ class Parallelism:
             dist.all_reduce(square)
             square = square * layout.pp / layout.processes
         norm, limit = square.sqrt(), self.config.optim.max_grad_norm
-        if limit:
-            gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if limit and gradients:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm

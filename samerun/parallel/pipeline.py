@@ -21,6 +21,7 @@ from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import is_same_loss, probe_loss, probe_row
 from samerun.model.loss import StandIn, add_metrics, model_inputs, place_of, replaced
+from samerun.parallel.fsdp import before_micro_step
 from samerun.parallel.layout import Layout
 
 
@@ -42,6 +43,7 @@ class PipelineSchedule:
     ):
         self.model, self.config, self.accelerator, self.groups = model, config, accelerator, groups
         self.layout, self.size, self.place = layout, layout.pp, layout.place("pp")
+        self.accumulation = config.batch.accumulation
         self.count = self.size * config.model.chunks_per_rank()
         self.width, self.dtype = model.config.get_text_config().hidden_size, model.dtype
         chunks = divide_layers(model, self.count, loss_of, layout.setting("pp"))
@@ -63,7 +65,8 @@ class PipelineSchedule:
         for chunk in self.chunks.values():
             chunk.micro_batches, chunk.scale, chunk.metrics = micro_batches, factor, metrics
         if is_training and self.layout.is_sharded:
-            model.set_requires_gradient_sync(self.config.batch.sync_each_micro_step)
+            model.set_requires_gradient_sync(self.accumulation != "deferred")
+            before_micro_step(model, self.accumulation, is_last=False)
             for chunk in self.chunks.values():
                 chunk.before_last_backward = functools.partial(self.average_from_now_on, model, chunk)
         numbers = torch.arange(len(micro_batches))
@@ -77,8 +80,10 @@ class PipelineSchedule:
         """FSDP2 averages after a backward pass. In the last one of a chunk, that is the sum over all micro-steps."""
         for module in chunk.layers.modules():
             if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(True)
+                module.set_requires_gradient_sync(True, recurse=False)
+                before_micro_step(module, self.accumulation, is_last=True, recurse=False)
         if chunk is self.chunks[self.place]:  # A rank has the backward pass of its first layers last.
+            before_micro_step(model, self.accumulation, is_last=True, recurse=False)
             model.set_requires_gradient_sync(True, recurse=False)  # What is in no layer, such as the embedding.
 
     def schedule(self, micro_steps: int, length: int, is_training: bool):

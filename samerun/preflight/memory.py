@@ -78,7 +78,7 @@ class PlannedLaunch:
     @property
     def defers(self) -> bool:
         """Whether gradients that wait for further micro-steps are whole, and not shards."""
-        return self.is_sharded and self.accumulates and not self.config.batch.sync_each_micro_step
+        return self.is_sharded and self.accumulates and self.config.batch.accumulation == "deferred"
 
     @property
     def plan(self) -> Plan:
@@ -302,7 +302,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     parameters, end = list(bare.parameters()), bare.get_input_embeddings().weight.numel()
     # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
     ends = end if bare.all_tied_weights_keys else 2 * end
-    absent = end if layout.pp > 1 and ends > end else ends * (1 - 1 / layout.tp)
+    absent = ends - (end if layout.pp > 1 else ends) / layout.tp
     trained = sum(one.numel() for one in parameters if one.requires_grad) - absent
     weights = sum(one.nbytes for one in parameters) - 4 * absent
     hidden = hidden_matrices(bare) if config.optim.name == "muon" else []
@@ -354,7 +354,8 @@ def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, absent: float
     sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
     largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
     others = sum(one.numel() for one in bare.parameters()) - absent - sum(sizes)
-    gathered = others + (sum(sizes) if not launch.plugin.reshard_after_forward else 2 * largest)
+    keeps_all = launch.config.batch.accumulation == "kept_weights" or not launch.plugin.reshard_after_forward
+    gathered = others + (sum(sizes) if keeps_all else 2 * largest)
     return size * gathered + (size + 4) * largest
 
 

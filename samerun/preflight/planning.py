@@ -121,7 +121,7 @@ SAVINGS = [
     {"model.chunked_loss": True},
     {"model.gradient_checkpointing": True},
     {"batch.max_micro_batch_size": 1},
-    {"batch.max_micro_batch_size": 1, "batch.sync_each_micro_step": True},
+    {"batch.max_micro_batch_size": 1, "batch.accumulation": "immediate"},
 ]
 
 

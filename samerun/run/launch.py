@@ -95,7 +95,7 @@ def start_accelerator(config: Config) -> Accelerator:
                 num_steps=1,  # Each step sets its own number.
                 adjust_scheduler=False,
                 sync_with_dataloader=False,
-                sync_each_batch=config.batch.sync_each_micro_step,
+                sync_each_batch=config.batch.accumulation != "deferred",
             ),
         )
         together = launched == accelerator.num_processes

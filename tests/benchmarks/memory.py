@@ -39,7 +39,7 @@ CASES = {  # Launcher file, number of processes, settings.
     "FSDP2 2": ("fsdp2", 2, ()),
     "FSDP2 2, both": ("fsdp2", 2, CHECKPOINTING + CHUNKED),
     "FSDP2 2, one micro-step": ("fsdp2", 2, ONE_PASS),
-    "FSDP2 2, sync_each_micro_step": ("fsdp2", 2, ("--batch.sync_each_micro_step", "true")),
+    "FSDP2 2, immediate": ("fsdp2", 2, ("--batch.accumulation", "immediate")),
     "tensor parallelism 2": ("tensor_parallel", 2, ()),
     "tensor parallelism 2, both": ("tensor_parallel", 2, CHECKPOINTING + CHUNKED),
     "sequence parallelism 2": ("sequence_parallel", 2, ()),

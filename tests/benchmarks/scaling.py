@@ -59,8 +59,10 @@ from samerun.model.tokenizer import load_tokenizer
 WEIGHT = GRADIENT = 4
 MOMENTS = 8
 GATHERED = 2
-LAUNCHERS = {"DDP": "multi_gpu", "FSDP2": "fsdp2"}
-IMMEDIATE = {"deferred": False, "immediate": True}  # batch.sync_each_micro_step
+LAUNCHERS = {"DDP": "multi_gpu", "FSDP2": "fsdp2", "HSDP": "hsdp"}
+WAYS = [("DDP", "deferred"), ("DDP", "immediate")]  # With the values of batch.accumulation.
+WAYS += [("FSDP2", "deferred"), ("FSDP2", "immediate"), ("FSDP2", "kept_weights")]
+COPIES = 2  # Of HSDP, where it is counted.
 
 
 @dataclass(frozen=True)
@@ -99,22 +101,31 @@ def count_weights(found: transformers.PreTrainedConfig, model: Model) -> Weights
     return Weights(trained, regathered, total - trained, 2 if model.dtype == "bfloat16" else 4)
 
 
-def cost(strategy: str, immediate: bool, weights: Weights, devices: int, micro_steps: int) -> Cost:
+def cost(strategy: str, accumulation: str, weights: Weights, devices: int, micro_steps: int) -> Cost:
     """Of a step of so many micro-steps. Deferred, gradients are reduced in the last one only.
 
     DDP's gradients are views of its buckets, which stay. FSDP2 holds those that wait whole, in the dtype in which they
-    will be reduced, in place of their shards.
+    will be reduced, in place of their shards. HSDP is FSDP2 in each of COPIES, which reduce shards between them.
     """
-    reductions = micro_steps if immediate else 1
+    reductions = 1 if accumulation == "deferred" else micro_steps
     waiting = GRADIENT * weights.trained if micro_steps > reductions and devices > 1 else 0
     frozen, states = weights.frozen * weights.frozen_bytes, (WEIGHT + MOMENTS) * weights.trained
     gradients, ring = GRADIENT * weights.trained, (devices - 1) / devices
     if strategy == "DDP":
         reduced = reductions * gradients
         return Cost(0, reduced, ring * 2 * reduced, frozen + states + gradients)
-    gathered = micro_steps * GATHERED * (weights.trained + weights.frozen + weights.regathered)
-    held = (frozen + states) / devices + (waiting or gradients / devices)
-    return Cost(gathered, reductions * gradients, ring * (gathered + reductions * gradients), held)
+    shards = devices // COPIES if strategy == "HSDP" else devices
+    ring = (shards - 1) / shards
+    once = GATHERED * (weights.trained + weights.frozen)
+    gathered, kept = micro_steps * (once + GATHERED * weights.regathered), 0
+    if accumulation == "kept_weights":
+        gathered, kept = once, once if micro_steps > 1 else 0
+    held = (frozen + states) / shards + kept + (waiting or gradients / shards)
+    reduced, moved = reductions * gradients, ring * (gathered + reductions * gradients)
+    if strategy == "HSDP":
+        between = (1 if accumulation == "within_copies" else reductions) * gradients / shards
+        reduced, moved = reduced + between, moved + 2 * (COPIES - 1) / COPIES * between
+    return Cost(gathered, reduced, moved, held)
 
 
 def positive(text: str) -> float:
@@ -136,21 +147,20 @@ def scaling_table(
     lines = [
         f"{total:,} parameters, {flops / 1e6:,.1f} MFLOPs per token, {rows * length:,} tokens per step, "
         f"{tflops:g} TFLOP/s per device",
-        "devices  accumulation  compute s  GB/s  strategy  sync       "
+        "devices  accumulation  compute s  GB/s  strategy  sync          "
         "moved GB  comm. s  share  held GB  bytes/parameter",
     ]
     for n, speed in zip(devices, speeds):
         plan = train.plan_batch(rows, rows if limit == "auto" else limit, n, length)
         compute = math.ceil(rows / n) * length * flops / (tflops * 1e12)
         # In a step of one micro-step nothing can be deferred, and one device has nothing to share.
-        cases = [(strategy, sync) for strategy in LAUNCHERS for sync in IMMEDIATE]
-        cases = cases if plan.grad_accum_steps > 1 else [(strategy, "either") for strategy in LAUNCHERS]
+        cases = WAYS if plan.grad_accum_steps > 1 else [("DDP", "either"), ("FSDP2", "either")]
         for strategy, sync in cases if n > 1 else [("DDP", "either")]:
-            costs = cost(strategy, sync == "immediate", weights, n, plan.grad_accum_steps)
+            costs = cost(strategy, sync, weights, n, plan.grad_accum_steps)
             seconds = costs.moved / (speed * 1e9)
             lines.append(
                 f"{n:7,}  {plan.grad_accum_steps:12,}  {compute:9.3f}  {speed:4g}  {strategy if n > 1 else 'none':8}  "
-                f"{sync if n > 1 else 'none':9}  {costs.moved / 1e9:8.2f}  {seconds:7.3f}  "
+                f"{sync if n > 1 else 'none':12}  {costs.moved / 1e9:8.2f}  {seconds:7.3f}  "
                 f"{seconds / (seconds + compute):5.1%}  {costs.held / 1e9:7.2f}  {costs.held / total:15.2f}"
             )
     return "\n".join(lines)
@@ -230,6 +240,7 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
         ROOT / "accelerate_configs" / f"{LAUNCHERS[strategy]}.yaml",
         "--num_processes",
         processes,
+        *(["--num_machines", 1] if strategy == "HSDP" else []),
         "--main_process_port",
         0,
         ROOT / "tests" / "wrapper_cpu_as_gpu.py",
@@ -238,8 +249,8 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
         folder / "counted.json",
         "--config",
         path,
-        "--batch.sync_each_micro_step",
-        IMMEDIATE[sync],
+        "--batch.accumulation",
+        sync,
     ]
     process = subprocess.Popen(
         list(map(str, command)),
@@ -255,25 +266,26 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
     assert process.returncode == 0, output
     settings, _ = load_config(["--config", str(path)])
     weights = count_weights(model_config(settings, helpers.VOCABULARY), settings.model)
-    expected = cost(strategy, IMMEDIATE[sync], weights, processes, MICRO_STEPS)
+    expected = cost(strategy, sync, weights, processes, MICRO_STEPS)
     return json.loads((folder / "counted.json").read_text()), expected
 
 
 def count_all(processes: list[int]) -> int:
     print(
-        f"Bytes per step of {MICRO_STEPS} micro-steps, counted / calculated\nprocesses  strategy  sync       "
+        f"Bytes per step of {MICRO_STEPS} micro-steps, counted / calculated\nprocesses  strategy  sync           "
         f"{'gathered':>19}  {'reduced':>19}  {'held':>19}"
     )
     wrong = False
     for n in processes:
-        for strategy, sync in ((strategy, sync) for strategy in LAUNCHERS for sync in IMMEDIATE):
+        of_copies = [("HSDP", sync) for sync in ("deferred", "immediate", "within_copies")]
+        for strategy, sync in WAYS + (of_copies if n > COPIES else []):
             with tempfile.TemporaryDirectory() as folder:
                 counted, expected = count(Path(folder), strategy, sync, n)
             pairs = [(counted.get(name, 0), getattr(expected, name)) for name in ("gathered", "reduced", "held")]
             # Held are also a few numbers that are not the model's, such as rotary frequencies and AdamW's counts.
             wrong |= not all(math.isclose(got, true, rel_tol=0.01) for got, true in pairs)
             cells = (f"{got:,} / {true:,.0f}" for got, true in pairs)
-            print(f"{n:9}  {strategy:8}  {sync:9}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True)
+            print(f"{n:9}  {strategy:8}  {sync:13}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True)
     return int(wrong)
 
 

@@ -18,20 +18,39 @@ from scaling import Cost, Weights
 README = (ROOT / "tests" / "benchmarks" / "README.md").read_text()
 # 1,000 trained parameters of which 800 are gathered twice; an adapter of 100 on 900 frozen ones in bf16.
 FULL, LORA = Weights(1000, 800), Weights(100, 800, 900, 2)
-TABLE = {  # strategy, immediate, weights, devices, micro-steps -> gathered, reduced, moved, held
-    "DDP: 4 bytes, times 2 x 3/4; 16 held": (("DDP", False, FULL, 4, 8), (0, 4_000, 6_000, 16_000)),
-    "DDP, eight times that": (("DDP", True, FULL, 4, 8), (0, 32_000, 48_000, 16_000)),
-    "DDP, nothing to defer": (("DDP", False, FULL, 4, 1), (0, 4_000, 6_000, 16_000)),
-    "DDP on two": (("DDP", False, FULL, 2, 1), (0, 4_000, 4_000, 16_000)),
+TABLE = {  # strategy, accumulation, weights, devices, micro-steps -> gathered, reduced, moved, held
+    "DDP: 4 bytes, times 2 x 3/4; 16 held": (("DDP", "deferred", FULL, 4, 8), (0, 4_000, 6_000, 16_000)),
+    "DDP, eight times that": (("DDP", "immediate", FULL, 4, 8), (0, 32_000, 48_000, 16_000)),
+    "DDP, nothing to defer": (("DDP", "deferred", FULL, 4, 1), (0, 4_000, 6_000, 16_000)),
+    "DDP on two": (("DDP", "deferred", FULL, 2, 1), (0, 4_000, 4_000, 16_000)),
     "FSDP2: 8 x 2 bytes x 1,800, and 4 bytes once, times 3/4; 12/4 and 4 held": (
-        ("FSDP2", False, FULL, 4, 8),
+        ("FSDP2", "deferred", FULL, 4, 8),
         (28_800, 4_000, 24_600, 7_000),
     ),
-    "FSDP2: 28,800 and 8 x 4,000, times 3/4; 16/4 held": (("FSDP2", True, FULL, 4, 8), (28_800, 32_000, 45_600, 4_000)),
-    "FSDP2, nothing to defer": (("FSDP2", False, FULL, 4, 1), (3_600, 4_000, 5_700, 4_000)),
-    "one device": (("DDP", False, FULL, 1, 8), (0, 4_000, 0, 16_000)),
-    "LoRA, DDP: 900 x 2 and 100 x 16 held": (("DDP", False, LORA, 4, 8), (0, 400, 600, 3_400)),
-    "LoRA, FSDP2: all is gathered, 100 x 4 bytes are reduced": (("FSDP2", True, LORA, 4, 1), (3_600, 400, 3_000, 850)),
+    "FSDP2: 28,800 and 8 x 4,000, times 3/4; 16/4 held": (
+        ("FSDP2", "immediate", FULL, 4, 8),
+        (28_800, 32_000, 45_600, 4_000),
+    ),
+    "FSDP2, nothing to defer": (("FSDP2", "deferred", FULL, 4, 1), (3_600, 4_000, 5_700, 4_000)),
+    "FSDP2, weights gathered once: 2 bytes x 1,000, and 8 x 4,000, times 3/4; 16/4 and 2 held": (
+        ("FSDP2", "kept_weights", FULL, 4, 8),
+        (2_000, 32_000, 25_500, 6_000),
+    ),
+    # Two copies of two shards: within a copy as FSDP2 on two, and an all-reduce of 1/2 of the gradients between two.
+    "HSDP: 28,800 and 8 x 4,000, times 1/2, and 8 x 2,000": (
+        ("HSDP", "immediate", FULL, 4, 8),
+        (28_800, 32_000 + 16_000, 30_400 + 16_000, 8_000),
+    ),
+    "HSDP, between copies once": (
+        ("HSDP", "within_copies", FULL, 4, 8),
+        (28_800, 32_000 + 2_000, 30_400 + 2_000, 8_000),
+    ),
+    "one device": (("DDP", "deferred", FULL, 1, 8), (0, 4_000, 0, 16_000)),
+    "LoRA, DDP: 900 x 2 and 100 x 16 held": (("DDP", "deferred", LORA, 4, 8), (0, 400, 600, 3_400)),
+    "LoRA, FSDP2: all is gathered, 100 x 4 bytes are reduced": (
+        ("FSDP2", "immediate", LORA, 4, 1),
+        (3_600, 400, 3_000, 850),
+    ),
 }
 
 
@@ -101,7 +120,7 @@ def test_table_by_hand(capsys):
     seen = {}
     for words in (line.split() for line in lines):
         seen.setdefault(int(words[0]), words)  # The first line of a count: DDP, deferred.
-    assert seen.keys() == expected.keys() and len(lines) == 1 + 4 + 4
+    assert seen.keys() == expected.keys() and len(lines) == 1 + 5 + 5
     for devices, (accumulation, rows, ring) in expected.items():
         words, compute, seconds = seen[devices], rows * 100 * flops / 1e9, ring * parameters * 4 / 1e7
         assert int(words[1]) == accumulation
@@ -126,9 +145,17 @@ def test_unusable_options(words, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, tied", [("DDP", True), ("FSDP2", False)])
-def test_what_really_moves_and_is_held(strategy, tied, tmp_path):
-    """Two CPU processes with four deferred micro-steps; --count does the rest."""
-    counted, expected = scaling.count(tmp_path, strategy, "deferred", 2, tied)
+@pytest.mark.parametrize(
+    "strategy, accumulation, processes, tied",
+    [
+        ("DDP", "deferred", 2, True),
+        ("FSDP2", "deferred", 2, False),
+        ("FSDP2", "kept_weights", 2, True),
+        ("HSDP", "within_copies", 4, True),
+    ],
+)
+def test_what_really_moves_and_is_held(strategy, accumulation, processes, tied, tmp_path):
+    """CPU processes with four micro-steps; --count does the rest."""
+    counted, expected = scaling.count(tmp_path, strategy, accumulation, processes, tied)
     assert (counted.get("gathered", 0), counted["reduced"]) == (expected.gathered, expected.reduced)
     assert counted["held"] == pytest.approx(expected.held, rel=0.01)
