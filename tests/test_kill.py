@@ -144,6 +144,7 @@ class Watch:
         self.export = done.folder / ".model.tmp"
         self.ranks = ranks_of(process, count)
         self.began = self.last = None  # The step after which this launch began, and the last one logged.
+        self.is_evaluated = False  # Whether that one is.
         self.changed, self.size = 0.0, None  # When that was, and how long the file was then.
         self.started = time.monotonic()
 
@@ -161,6 +162,7 @@ class Watch:
             began = [line["step"] for line in metrics if "plan/num_processes" in line]
             if self.began is None and len(began) == self.launches:  # The first line of a launch: it has the folder.
                 self.began = began[-1]
+            self.is_evaluated = "eval/loss" in metrics[-1]
             if self.last != metrics[-1]["step"]:
                 self.last, self.changed = metrics[-1]["step"], time.monotonic()
 
@@ -171,8 +173,8 @@ class Watch:
         if moment == "checkpoint":
             found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-????????.tmp")]
             return any(step > self.began + after for step in found)  # Others are left over from earlier kills.
-        if moment == "evaluation":  # It comes before its step is logged and lasts many times as long as the step.
-            evaluating = self.last % EVAL_EVERY == EVAL_EVERY - 1 and self.last > self.began
+        if moment == "evaluation":  # It comes when its step is logged and lasts many times as long as the step.
+            evaluating = self.last % EVAL_EVERY == 0 and not self.is_evaluated and self.last > self.began
             return evaluating and time.monotonic() - self.changed > 0.1 + delay
         return self.began + after < self.last < MAX_STEPS
 
@@ -465,15 +467,29 @@ def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, ca
     assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")
 
 
-@pytest.mark.slow
-def test_second_signal_stops_at_once(slow, tmp_path):
-    """Where finishing the step would take long: not within two seconds of the first signal, but after them."""
+def test_a_signal_in_a_long_evaluation(slow, tmp_path):
+    """To one of two ranks, where the evaluation would take minutes: both save within seconds, and exit with 0."""
     done = Done(0, "", tmp_path / "run")
-    ranks = start_ranks(tmp_path, slow, "--run.eval_every", 2, "--eval.prompts", json.dumps(["a"] * 500))
+    ranks = start_ranks(tmp_path, slow, "--eval.prompts", json.dumps(["a"] * 2000))
     wait_for_step(ranks, done, 1)
-    time.sleep(1)  # Into the second step, whose samples take long: between steps a first signal stops at once.
-    for seconds in (1.5, 0.7):  # After the first signal, and after one that repeats it.
-        send([psutil.Process(rank.pid) for rank in ranks], signal.SIGTERM)
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert_stopped(done, outputs[0], 1)
+    assert done.status["step"] == 1 and not done.logged("eval/loss")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(slow, tmp_path):
+    """Where what goes on would take long: not within two seconds of the first one, but after them. A second SIGTERM,
+    which schedulers send, does not."""
+    done = Done(0, "", tmp_path / "run")
+    long = "--eval.prompts", "a", "--eval.max_new_tokens", 20_000, "--eval.temperature", 0
+    ranks = start_ranks(tmp_path, slow, *long)
+    wait_for_step(ranks, done, 1)
+    time.sleep(1)  # Into the sample: before it, a first signal stops at once.
+    for number, seconds in (signal.SIGTERM, 2.5), (signal.SIGTERM, 0.1), (signal.SIGINT, 1.5), (signal.SIGINT, 0.7):
+        send([psutil.Process(rank.pid) for rank in ranks], number)
         time.sleep(seconds)
         assert all(rank.poll() is None for rank in ranks)
     send([psutil.Process(rank.pid) for rank in ranks], signal.SIGINT)
@@ -482,6 +498,28 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     assert time.monotonic() - insisted < 5 and [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
     assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True
     assert done.status["status"] == "running" and steps_logged(done) == [1]
+
+
+def test_a_second_sigterm_while_saving(tmp_path, monkeypatch):
+    """Schedulers send it again. The checkpoint is written all the same."""
+    exits, save = [], Saver.save
+
+    def signalled_again(*args):
+        time.sleep(2.1)
+        signal.raise_signal(signal.SIGTERM)
+        return save(*args)
+
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return train_step(*args)
+
+    train_step = train.train_step
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(Saver, "save", signalled_again)
+    monkeypatch.setattr(train, "train_step", signalled)
+    done = run(tmp_path, tiny_config(tmp_path))
+    assert not exits
+    assert_stopped(done, done.output, 1)
 
 
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:

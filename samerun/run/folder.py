@@ -94,17 +94,17 @@ class RunFolder:
         is_ours = status["status"] or not model.exists()
         require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
 
-    def begin(self, config: Config, step: int) -> None:
-        """Prepare the folder for the steps after `step`: delete what a killed launch left half done, forget the metrics
-        of later steps, and write down config and status."""
+    def begin(self, config: Config, progress: Progress) -> None:
+        """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
+        what will be done again, and write down config and status."""
         if not self.is_writer:
             return
         for leftover in self.leftovers():
             delete(leftover)
-        self.forget_metrics_after(step)
+        self.forget_metrics_after(progress)
         settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
         replace_file(self.path / "config.yaml", f"{settings}# {json.dumps(library_versions())}\n")
-        self.log_status(step)
+        self.log_status(progress.step)
 
     def log_status(self, step: int) -> None:
         """The run goes on, and has come to this step."""
@@ -118,14 +118,18 @@ class RunFolder:
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
         return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Later steps will be logged again. A last line that was cut short is removed, too."""
+    def forget_metrics_after(self, progress: Progress) -> None:
+        """Later steps and evaluations will be logged again. A last line that was cut short is removed, too."""
+
+        def is_done(line: dict[str, Any]) -> bool:
+            return line["step"] <= (progress.evaluated_step if "eval/loss" in line else progress.step)
+
         metrics = self.path / "metrics.jsonl"
         metrics.touch()
         with explained(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= step]
+            kept = [line for line in whole if is_done(json.loads(line))]
         replace_file(metrics, "".join(kept))
 
     def set_status(self, status: str, step: int, **more: str) -> None:

@@ -26,6 +26,10 @@ from samerun.parallel.layout import Layout, layout_of
 from samerun.plan import Plan
 
 
+class Stopped(Exception):
+    """A signal has ended what is not needed for a checkpoint."""
+
+
 class Stop:
     """Stops all ranks after the same step when any of them gets a signal."""
 
@@ -34,7 +38,7 @@ class Stop:
     def __init__(self, accelerator: Accelerator):
         self.group = new_host_group(accelerator)
         Stop.requested = ""
-        self.since = 0.0
+        self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
         self.launcher = os.getppid()
         self.is_orphan = False
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,30 +47,35 @@ class Stop:
             signal.signal(signal.SIGHUP, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
-        # A signal often comes twice, from the terminal and from the launcher, and once more when the launcher ends.
-        # Any other one that comes more than 2 s after the first means: stop at once.
-        now = time.monotonic()
+        if number == signal.SIGINT:
+            # It often comes twice, from the terminal and from the launcher. But a second Ctrl-C means: stop at once.
+            now = time.monotonic()
+            self.interrupted_since = self.interrupted_since or now
+            if now - self.interrupted_since > 2:
+                os._exit(1)
         launcher_has_ended = os.getppid() != self.launcher and not self.is_orphan
-        if self.requested and now - self.since > 2 and not launcher_has_ended:
-            os._exit(1)
         if launcher_has_ended:
             self.is_orphan = True
             if self.group:  # Time to save, and then the end: if another rank is dead, this one would wait forever.
                 signal.alarm(20)
         Stop.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self.since = self.since or now
         if is_main_process():
             with suppress(OSError):  # Ctrl-C has ended `| tee log` as well.
                 # Not by print(), because that may be what the signal has interrupted.
                 os.write(1, f"\n{self.requested}: saving after this step.\n".encode())
 
     def agreed(self) -> bool:
-        """Whether to stop now: the same answer on every rank. Call it once per step."""
+        """Whether to stop now: the same answer on every rank, all of which must ask."""
         if not self.group:
             return bool(self.requested)
         wish = torch.tensor(float(bool(self.requested)))
         dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
         return bool(wish)
+
+    def check(self) -> None:
+        """Raises Stopped on all ranks if any of them has got a signal."""
+        if self.agreed():
+            raise Stopped
 
 
 def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
