@@ -897,7 +897,7 @@ case(
     "data.sequence_length: 32",
     "run.seed: 0",
     "optim.learning_rate",
-    "--run.allow_changes '[batch.global_batch_size, data.sequence_length, optim.learning_rate, run.seed",
+    "--run.allow_changes '[data fingerprint, run.seed, batch.global_batch_size, data.sequence_length, optim.learning_",
     "new run.output_dir",
     make=trained(),
 )
@@ -907,7 +907,7 @@ case(
     "Another version of train.py shuffled them",
     "finish the run with that version",
     "new run.output_dir",
-    "--run.allow_changes '[order of the rows",
+    "--run.allow_changes '[data fingerprint, order of the rows]'",
     make=trained(as_shuffled_by_numpy),
 )
 case(

@@ -345,9 +345,9 @@ WITHOUT_OVERRIDE = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
-def test_a_prepared_cache_on_a_read_only_disk(tmp_path):
-    """Is enough for a launch; one of other data says what is missing. Here the data are in a folder, with some of them
-    held out, and from a file."""
+def test_a_prepared_cache_on_a_read_only_disk(tmp_path, monkeypatch):
+    """Is enough for a launch; one with other rows says what is missing. Here the data are in a folder and in a file,
+    and some of them are held out."""
     config, cache = tiny_config(tmp_path), tmp_path / "cache"
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"text": "some words"}\n' * 50)
@@ -356,16 +356,20 @@ def test_a_prepared_cache_on_a_read_only_disk(tmp_path):
         "b": {"files": str(tmp_path / "texts" / "a.jsonl"), "weight": 1},
     }
     config["data"] = {"sources": sources, "sequence_length": 8, "tokenizer": "bytes", "eval_fraction": 0.2}
-    config["run"]["max_steps"] = 2
-    env = {"HF_DATASETS_CACHE": str(cache)}
-    launch(tmp_path, config, "--prepare", processes=None, env=env)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    run(tmp_path, config, "--prepare")
     before = sorted(cache.rglob("*"))
     for path in [cache, *before]:
         path.chmod(path.stat().st_mode & 0o555)
     script = "-c", WITHOUT_OVERRIDE, ROOT / "train.py"
-    done = launch(tmp_path, config, processes=None, env=env, script=script)
+    env = {"HF_DATASETS_CACHE": str(cache)}
+    done = launch(tmp_path, config, processes=None, env=env, script=script, timeout=600)
     assert done.status == {"status": "finished", "step": 2} and sorted(cache.rglob("*")) == before
-    done = launch(tmp_path, config, "--data.sequence_length", 9, processes=None, env=env, script=script, expect=2)
+
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache and access(path, mode))
+    done = run(tmp_path, config, "--data.sequence_length", 9, "--run.output_dir", tmp_path / "other", expect=2)
     assert f"{cache}, cannot be used" in done.output and "read-only, and lacks what --prepare makes" in done.output
 
 

@@ -5,6 +5,7 @@ a checkpoint that lies there while everybody stands still is a checkpoint that i
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from helpers import (
 from warm import Launch
 
 import train
+from samerun.run import folder as folder_room
 from samerun.run.launch import Stop, report
 from samerun.run.resume import Saver
 
@@ -396,13 +398,16 @@ def test_with_nohup_it_outlives_its_terminal(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_closed_terminal(slow, tmp_path, count):
-    """As where the connection to a machine is lost: the run saves, though nobody reads what it says any more."""
+@pytest.mark.parametrize("count, nohup", [(1, False), (2, False), (2, True)])
+def test_a_closed_terminal(slow, tmp_path, count, nohup):
+    """As where the connection to a machine is lost: the run saves, though nobody reads what it says any more. With
+    nohup it goes on, by the way that accelerate_configs/README.md tells for several processes."""
     done = Done(0, "", tmp_path / "run")
     launcher = "--config_file", ROOT / "accelerate_configs" / "cpu.yaml", "--num_processes", count
     command = sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", free_port()
     command = *command, ROOT / "train.py", "--config", write_config(tmp_path, slow)
+    if nohup:
+        command = "env", "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT", "nohup", *command
     in_terminal = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
     terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
     wait_for_step([terminal], done, 1)
@@ -411,6 +416,12 @@ def test_a_closed_terminal(slow, tmp_path, count):
     terminal.kill()
     terminal.wait()
     closed = time.monotonic()
+    if nohup:
+        last = done.status["step"]
+        while done.status["step"] < last + 3:
+            assert len(alive(processes)) == len(processes) and time.monotonic() - closed < 90
+            time.sleep(0.05)
+        send(processes, signal.SIGTERM)
     while alive(processes) and time.monotonic() - closed < ALLOWED_SECONDS:
         time.sleep(0.05)
     assert not alive(processes) and done.status["status"] == "stopped"
@@ -522,6 +533,41 @@ def test_a_second_sigterm_while_saving(tmp_path, monkeypatch):
     assert_stopped(done, done.output, 1)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_disk_that_is_full_at_a_log_line(slow, tmp_path, count):
+    """The run saves, where that is possible, and says what is wrong and what to do. Then it goes on."""
+    done = Done(0, "", tmp_path / "run")
+    ranks = start_ranks(tmp_path, slow, "--run.eval_every", 0, "--run.max_steps", 1000, count=count)
+    wait_for_step(ranks, done, 1)
+    (done.folder / "full").symlink_to("/dev/full")
+    metrics = done.metrics
+    os.replace(done.folder / "full", done.folder / "metrics.jsonl")
+    outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+    assert ranks[0].returncode == 1, outputs[0]
+    (done.folder / "metrics.jsonl").unlink()
+    step = int(done.checkpoints[-1].removeprefix("step-"))
+    assert step >= metrics[-1]["step"]
+    assert done.status["status"] == "failed" and "No space left" in done.status["reason"]
+    [error] = [line for line in outputs[0].splitlines() if line.startswith("error:")]
+    assert error.startswith("error: [Errno 28] No space left on device; make room there; ")
+    assert run(tmp_path, slow, "--run.eval_every", 0, "--run.max_steps", step + 6).launches == [step]
+
+
+def test_a_status_on_a_full_disk(tmp_path, monkeypatch):
+    """There is no place for another file, but for other words in this one."""
+
+    def full(path, *args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails(*args):
+        monkeypatch.setattr(folder_room, "replace_file", full)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train, "train_step", fails)
+    done = run(tmp_path, tiny_config(tmp_path), expect=1)
+    assert done.status == {"status": "failed", "step": 0, "reason": "[Errno 28] No space left on device"}
+
+
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:
     """All of them end by themselves in the time allowed."""
     since = time.monotonic()
@@ -575,6 +621,45 @@ def test_in_the_background_it_outlives_its_shell(tmp_path):
     shell.communicate()
     process.wait(timeout=30)
     assert "lives on" in log.read_text()
+
+
+def test_ctrl_c_while_libraries_are_imported(tmp_path):
+    """One line, at once: a library would take an exception for an error of its own."""
+    (tmp_path / "accelerate.py").write_text(WAITS)
+    command = sys.executable, ROOT / "train.py"
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, **pipe)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=5)
+    assert output == "\nStopped by Ctrl-C before anything was done.\n" and process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, words", [(signal.SIGINT, ["--prepare"]), (signal.SIGTERM, [])])
+def test_a_signal_while_documents_are_tokenized(slow, tmp_path, number, words):
+    """To all processes, as from a terminal: within seconds, with one line, and nobody is left. The next launch works.
+    A launch says in its status that it was stopped."""
+    texts = [{"text": f"{i} is a number, and so on. " * 4000} for i in range(1000)]
+    config = slow | {"data": {"path": str(write_rows(tmp_path / "texts", texts)), "tokenizer": "bytes"}, "eval": {}}
+    config["data"] |= {"sequence_length": 24}
+    config["run"] = slow["run"] | {"max_steps": 1, "eval_every": 0}
+    process = start(tmp_path, config, *words, processes=None)
+    assert process.stdout.readline() == "Tokenizing 1,000 documents.\n"
+    workers, deadline = [], time.monotonic() + 90
+    while len(workers) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        workers = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    send([psutil.Process(process.pid), *workers], number)
+    signalled = time.monotonic()
+    line = process.stdout.readline()
+    assert line.startswith(f"Stopped by {'Ctrl-C' if words else 'SIGTERM'}") and "the same command continues" in line
+    assert time.monotonic() - signalled < 10
+    assert process.communicate(timeout=ALLOWED_SECONDS)[0] == "" and process.returncode == (1 if words else 0)
+    assert not alive(workers)
+    if not words:
+        assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}
 
 
 def wait_for_line(file: Path, line: str) -> None:

@@ -31,6 +31,7 @@ from helpers import (
     tiny_model,
     write_rows,
 )
+from matplotlib.figure import Figure
 from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
@@ -131,6 +132,99 @@ def test_finished_and_started_again(again):
     assert "finished" in said and "30" in said
     assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert done.status == {"status": "finished", "step": 30} and done.losses == losses
+
+
+def test_what_is_finished_is_told_before_anything_is_built(again, monkeypatch):
+    """A longer run is built, and so is one whose last checkpoint is gone."""
+
+    def built(*args):
+        raise MemoryError("it builds")
+
+    config, before = again
+    monkeypatch.setattr(train, "build_setup", built)
+    done = run(before.folder.parent, config)
+    assert f"Finished already: {done.folder}, step 30. Add steps, or choose a new run.output_dir." in done.output
+    assert "it builds" in run(before.folder.parent, config, "--run.max_steps", 31, expect=1).output
+    shutil.rmtree(before.folder / "checkpoints" / "step-00000030")
+    (before.folder / "status.json").write_text(json.dumps({"status": "finished", "step": 30}))
+    assert "it builds" in run(before.folder.parent, config, expect=1).output
+
+
+def test_curves_show_where_a_run_was_continued(again, monkeypatch):
+    """They are drawn at each evaluation, at the end and at a stop, and have the learning rate, too."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    config, before = again
+    tokens = {line["step"]: line["train/tokens"] for line in before.metrics if "train/tokens" in line}
+    done = run(before.folder.parent, config, "--run.max_steps", 40, "--run.eval_every", 5, curves=True)
+    assert len(drawn) == 3  # Two evaluations and the end.
+    titles = [axes.get_title() for axes in drawn[-1].axes]
+    assert titles == ["Loss", "Throughput while training", "Learning rate"]
+    for axes in drawn[-1].axes:
+        places = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        assert places == [pytest.approx(tokens[30] / 1e6)]
+    [rates] = [line.get_ydata() for line in drawn[-1].axes[2].lines if line.get_linestyle() == "-"]
+    assert rates.tolist() == pytest.approx(done.logged("train/learning_rate"))
+
+    train_step = train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *args: signal.raise_signal(signal.SIGTERM) or train_step(*args))
+    assert run(before.folder.parent, config, "--run.max_steps", 50, curves=True).status["status"] == "stopped"
+    assert len(drawn) == 4
+
+
+def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
+    """Where no progress bar does."""
+    output = run(whole[1].folder.parent, whole[0], "--run.output_dir", whole[1].folder.parent / "lines").output
+    lines = [line for line in output.splitlines() if line.startswith("step ") and "train/loss" in line]
+    ends = [re.search(r"  epoch ([\d.]+)(  (\d\d:\d\d) left)?$", line).groups() for line in lines]
+    assert len(lines) == 30 and ends[0][2] is None and ends[-1][2] == "00:00" and all(end[2] for end in ends[1:])
+    assert [float(epoch) for epoch, *_ in ends] == pytest.approx([10 * step / 23 for step in STEPS], rel=1e-3)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_stopped_before_its_first_step(again, tmp_path, monkeypatch, continued):
+    """So that who looks at the status starts it again. Nothing is lost, and that is no failure."""
+    config, before = again
+    more = ["--run.max_steps", 40] + ([] if continued else ["--run.output_dir", tmp_path / "new"])
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_setup", lambda *args: signal.raise_signal(signal.SIGTERM))
+        done = run(tmp_path, config, *more)
+    assert done.status == {"status": "stopped", "step": 30 if continued else 0}
+    assert done.output.endswith("Stopped by SIGTERM before the first step; the same command continues.\n")
+    assert run(tmp_path, config, *more, "--run.log_every", 7).status == {"status": "finished", "step": 40}
+
+
+def test_a_status_that_is_damaged(again):
+    """Its run goes on from the checkpoints. Without them, the model is not replaced."""
+    config, before = again
+    status = before.folder / "status.json"
+    status.write_text('{"status": "finished", "step": null}')
+    assert run(before.folder.parent, config).status == {"status": "finished", "step": 30}
+    status.write_text('{"status": "finished", "step": null}')
+    shutil.rmtree(before.folder / "checkpoints")
+    done = run(before.folder.parent, config, expect=2)
+    assert "holds a run (finished, step None) without its checkpoints; choose another folder" in done.output
+
+
+def test_metrics_that_are_a_link(again):
+    """To a file on another disk it stays one. To what is no file it is refused before anything is written."""
+    config, before = again
+    metrics, target = before.folder / "metrics.jsonl", before.folder.parent / "metrics on another disk"
+    shutil.move(metrics, target)
+    metrics.symlink_to(target)
+    done = run(before.folder.parent, config, "--run.max_steps", 31)
+    assert metrics.is_symlink() and len(done.losses) == 31 and target.read_text() == metrics.read_text()
+    metrics.unlink()
+    metrics.symlink_to("/dev/full")
+    done = run(before.folder.parent, config, "--run.max_steps", 32, expect=2)
+    assert f"{metrics} is neither a file nor a link to one; remove it" in done.output
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number(whole, tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "two")
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"the environment variable {name} is 'two', and no number; unset it" in done.output
 
 
 @pytest.mark.parametrize("status", ["running", "finished"])

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from samerun.cli import describe
 from samerun.errors import UserError, explained, is_main_process, require, say
-from samerun.files import checksum, replace_file, replace_folder
+from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.parallel.mesh import Parallelism
 
 
@@ -107,11 +108,17 @@ def save_checkpoint(
     final = folder / checkpoint_name(manifest["step"])
     draft = folder / f".{final.name}.tmp"
     writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Returns when all have written.
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Until all have written.
+    except dcp.CheckpointException:
+        shutil.rmtree(draft, ignore_errors=True)  # Its disk may be full.
+        raise
     if not is_main_process():
         return
     files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(draft.iterdir())}
     replace_file(draft / "manifest.json", json.dumps({**manifest, "files": files}, indent=2))
+    with suppress(OSError):  # The checkpoint does not need them.
+        sync(folder.parent / "metrics.jsonl")  # The steps up to this one will not be logged again.
     replace_folder(draft, final)  # In its place can only be a damaged one, which find_checkpoint() passed over.
     delete_old(folder, keep, manifest)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.config import ROW_ORDER, ROWS, Config, flatten, may_change
@@ -21,7 +22,7 @@ from samerun.run.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from samerun.run.folder import kept_best, library_versions
+from samerun.run.folder import RunFolder, kept_best, library_versions
 from samerun.run.launch import new_host_group
 from samerun.run.setup import Setup
 
@@ -63,7 +64,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
         return Progress()
 
     checkpoint, manifest = found
-    check_unchanged(setup.config, checkpoint, manifest["config"], record["config"])
+    check_unchanged(setup, checkpoint, manifest["config"], record["config"])
     progress = progress_in(manifest)
     require(
         progress.step <= setup.max_steps,
@@ -77,30 +78,49 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
-    if not setup.is_over(progress) or not setup.folder.is_finished():
+    if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(checkpoint, setup.parallel, setup.model, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
     return progress
+
+
+def is_finished_already(folder: RunFolder, config: Config, found: tuple[Path, dict] | None) -> bool:
+    """Whether a run with this very config, but for where it lies, is finished: the same answer on all ranks."""
+    if found is None:
+        return False
+    theirs, ours = found[1]["config"], flatten(config.model_dump())
+    places = {"run.output_dir", "run.resume"}
+    is_same = [all(name in theirs and theirs[name] == ours[name] for name in ours.keys() - places)]
+    broadcast_object_list(is_same)
+    return is_same[0] and folder.is_finished(found[1]["step"])
+
+
+def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
+    advice = "Raise run.patience" if config.run.patience and step < max_steps else "Add steps"
+    say(f"Finished already: {folder.path}, step {step:,}. {advice}, or choose a new run.output_dir.")
 
 
 # Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
 PLACES = re.compile(r"data\.(sources\.[\w-]+\.)?(path|name|files|split|tokenizer|chat_template)")
 
 
-def check_unchanged(config: Config, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises UserError if the config or the data has changed so much that this would be another run.
 
     Says which of the changes run.allow_changes lets pass.
     """
-    defaults = flatten(type(config).model_construct().model_dump())  # For settings that are newer than the checkpoint.
+    kind, allowed = type(setup.config), setup.config.run.allow_changes
+    defaults = flatten(kind.model_construct().model_dump())  # For settings that are newer than the checkpoint.
     same_rows = theirs.get(ROWS) == ours[ROWS]
     changed, passed = {}, {}
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if before == now or may_change(type(config), name) or (same_rows and PLACES.fullmatch(name)):
+        if before == now or may_change(kind, name) or (same_rows and PLACES.fullmatch(name)):
             continue
-        is_allowed = any(f"{name}.".startswith(f"{setting}.") for setting in config.run.allow_changes)
+        is_allowed = any(f"{name}.".startswith(f"{setting}.") for setting in allowed)
         (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
+    if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
+        changed[ROWS] += ". The chat template writes today's date: fix the date in a template of your own"
     if ROW_ORDER in changed:
         changed[ROW_ORDER] += ". Another version of train.py shuffled them: finish the run with that version"
     if changed:
