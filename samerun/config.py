@@ -44,7 +44,21 @@ Columns = Annotated[
 ]
 
 
+def as_names(value: Any) -> Any:
+    """A list of settings, for which true stood in earlier versions."""
+    advice = "a launch that is refused says which, such as [optim.learning_rate]"
+    require(value is not True, f"name the settings that may change; {advice}")
+    return as_list(None if value is False else value)
+
+
+Names = Annotated[list[Text], BeforeValidator(as_names, json_schema_input_type=Text | list[Text] | None)]
+
+
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
+
+
+# What decides a run besides its settings. Checkpoints and run.allow_changes have them under these names.
+ROWS, ROW_ORDER = "data fingerprint", "order of the rows"
 
 
 # A run that has begun may continue with another value of such a setting. Any other setting decides what the run learns.
@@ -89,8 +103,8 @@ class Run(Section):
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None
     """Folder of a checkpoint whose weights start this run at step 0."""
-    allow_changes: MayChange[bool] = False
-    """Continue a run although settings have changed that decide what it learns."""
+    allow_changes: MayChange[Names] = []
+    """Settings that decide what a run learns, and may all the same differ from the checkpoint that it continues."""
     max_skipped_steps: MayChange[NonNegativeInt] = 0
     """How many updates in a row may be skipped because a number is not finite."""
     trackers: MayChange[Texts] = ["tensorboard"]
@@ -307,6 +321,9 @@ class Config(Section):
         require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
         self.check_batch()
         self.check_tokenizer()
+        for name in self.run.allow_changes:
+            known = name in (ROWS, ROW_ORDER) or setting_of(name) in config_fields(type(self))
+            require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")
         return self
 
     def check_sources(self) -> None:
@@ -416,8 +433,13 @@ def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
 
 def may_change(kind: type[Config], name: str) -> bool:
     """Whether a run may be continued with another value of this setting; `name` is its dotted path, or longer."""
-    field = config_fields(kind).get(".".join(name.split(".")[:2]))
+    field = config_fields(kind).get(setting_of(name))
     return field is not None and MAY_CHANGE in field.metadata
+
+
+def setting_of(name: str) -> str:
+    """The dotted path of the setting that a longer path leads into."""
+    return ".".join(name.split(".")[:2])
 
 
 def config_fields(kind: type[Config]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What must happen before torch is imported: environment variables that libraries read, and the end of orphans."""
+"""What must happen before torch is imported: variables that libraries read, signals, and the end of orphans."""
 
 import ctypes
 import functools
@@ -15,10 +15,11 @@ if hasattr(os, "sched_getaffinity"):
 else:  # macOS
     CORES = os.cpu_count()
 
+PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # Of prctl() in Linux.
 
 
-def begin() -> float:
+def begin(is_script: bool) -> float:
     """Call it before the libraries are imported. Returns the time of the call, by time.perf_counter()."""
     started = time.perf_counter()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -29,7 +30,32 @@ def begin() -> float:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if sys.platform == "linux":
         end_with_launcher()
+    if is_script:
+        os.register_at_fork(after_in_child=leave_signals_to_parent)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # As in the background of a script.
+                signal.signal(number, while_importing)
     return started
+
+
+earlier_signals = []  # For Stop, which answers them when it can write down that the launch was stopped.
+
+
+def while_importing(number: int, frame) -> None:
+    """An exception would not do: some libraries take one in their imports for an error of their own."""
+    if number == signal.SIGINT:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\nStopped by Ctrl-C before anything was done.\n")
+        os._exit(1)
+    if os.getppid() != PARENT and os.environ.get("WORLD_SIZE", "1") != "1":
+        os._exit(1)  # Without a launcher the ranks do not find each other.
+    earlier_signals.append(number)
+
+
+def leave_signals_to_parent() -> None:
+    """Processes that tokenize are ended by theirs. A terminal sends its Ctrl-C to all of them."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_with_launcher() -> None:

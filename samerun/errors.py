@@ -1,5 +1,6 @@
 """A mistake of the user ends in one message; say() prints on the main process."""
 
+import errno
 import os
 import sys
 from contextlib import contextmanager, suppress
@@ -25,11 +26,27 @@ def explained(what: str, name: str | None = None):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
+        if interrupt := interruption(error):
+            raise interrupt from None
         cause = original(error)
+        if is_full(cause) or "temporary directory" in str(cause):
+            raise cause from error  # What the user named is not to blame.
         hint = ""
         if name and not os.path.exists(name):
             hint = "; check the name, `hf auth login` if it is private or gated, or give a local folder without network"
         raise UserError(f"{what}: {reason(cause)[:9000]}{hint}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether there is no room left on a disk."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The signal that has led to an error: datasets, for one, fails when it ends its processes."""
+    while error and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 def original(error: BaseException) -> BaseException:

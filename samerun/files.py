@@ -1,5 +1,6 @@
 """Files and folders that are replaced whole or not at all, and checksums."""
 
+import json
 import os
 import shutil
 import zlib
@@ -14,31 +15,79 @@ def real_path(file: str) -> str:
     return file if "://" in file else os.path.realpath(file)
 
 
+SAMPLE, SAMPLES = 2**13, 8  # Bytes, and how many such parts of a large file.
+
+
+def size_and_checksum(file: str | Path) -> list[int]:
+    """The size of a file, and a checksum of all of a small one or of parts of a large one, the first and last bytes
+    among them."""
+    with open(file, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size <= SAMPLE * SAMPLES:
+            return [size, zlib.crc32(opened.read())]
+        found = 0
+        for part in range(SAMPLES):
+            opened.seek((size - SAMPLE) * part // (SAMPLES - 1))
+            found = zlib.crc32(opened.read(SAMPLE), found)
+        return [size, found]
+
+
 def stamp(file: str) -> list[int]:
-    """Size and time of a file, which tell whether it has been replaced."""
-    status = os.stat(file)
-    return [status.st_size, status.st_mtime_ns]
+    """Time, size and checksum of a file, which tell whether it has been replaced."""
+    return [os.stat(file).st_mtime_ns, *size_and_checksum(file)]
+
+
+def note_files(note: Path, files: list[Path]) -> None:
+    """Write down that these files beside the note are complete. After that a power loss does not change them."""
+    for file in files:
+        sync(file)
+    replace_file(note, json.dumps({file.name: size_and_checksum(file) for file in files}))
+
+
+def are_as_noted(note: Path) -> bool:
+    """Whether all files of note_files() are there as they were. Then there is a note, too."""
+    try:
+        noted = json.loads(note.read_text())
+        return all(size_and_checksum(note.with_name(name)) == known for name, known in noted.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def checksum(path: Path) -> int:
     return zlib.crc32(np.memmap(path))
 
 
-def replace_file(path: Path, text: str) -> None:
-    """A reader sees the old content or the new, never half of it."""
+def replace_file(path: Path, text: str, lasting: bool = True) -> None:
+    """A reader sees the old content or the new, never half of it, and after a power loss, too, if it is to last."""
     draft = path.with_name(f".{path.name}.tmp")
     if text and not text.endswith("\n"):
         text += "\n"
     draft.write_text(text)
+    if lasting:
+        sync(draft)
     os.replace(draft, path)
+    if lasting:
+        sync(path.parent)
 
 
 def replace_folder(draft: Path, final: Path) -> None:
     """Give the draft its name. A folder that has the name already is moved away first, and deleted after that."""
+    for path in [*draft.rglob("*"), draft]:
+        sync(path)
     hidden = final.with_name(f".{final.name}.old.tmp")
     if os.path.lexists(final):
         os.replace(final, hidden)
     os.replace(draft, final)
+    sync(final.parent)
     with suppress(OSError):
         delete(hidden)
 

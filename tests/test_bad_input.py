@@ -123,7 +123,9 @@ case(
 case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "integer", "'100'")
 case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "integer", "True")
 case("fraction for an integer", {"run.log_every": 1.5}, "run.log_every", "integer", "1.5")
-case("integer for a boolean", {"run.allow_changes": 1}, "run.allow_changes", "boolean")
+case("integer for a boolean", {"run.keep_best": 1}, "run.keep_best", "boolean")
+case("changes that are not named", {"run.allow_changes": True}, "run.allow_changes: name the", "[optim.learning_rate]")
+case("changes of nothing", {"run.allow_changes": "optim.lr"}, "'optim.lr' is no setting", "as optim.learning_rate")
 case("string for a number", {"optim.learning_rate": "fast"}, "optim.learning_rate", "number", "'fast'")
 case("infinity", {"optim.learning_rate": float("inf")}, "optim.learning_rate", "finite")
 case("not a number", {"optim.weight_decay": float("nan")}, "optim.weight_decay", "finite")
@@ -883,7 +885,7 @@ case(
 )
 case(
     "another model all the same",
-    architecture(hidden_size=32) | {"run.allow_changes": True, "run.max_steps": 8},
+    architecture(hidden_size=32) | {"run.allow_changes": "model.architecture", "run.max_steps": 8},
     "step-00000004",
     "another model",
     make=trained(),
@@ -895,18 +897,17 @@ case(
     "data.sequence_length: 32",
     "run.seed: 0",
     "optim.learning_rate",
-    "--run.allow_changes true",
+    "--run.allow_changes '[data fingerprint, run.seed, batch.global_batch_size, data.sequence_length, optim.learning_",
     "new run.output_dir",
     make=trained(),
 )
 case(
     "rows in another order",
     {},
-    "step-00000004 is of another version of train.py",
-    "shuffles the rows in another order",
-    "Finish the run with that version",
+    "Another version of train.py shuffled them",
+    "finish the run with that version",
     "new run.output_dir",
-    "--run.allow_changes true",
+    "--run.allow_changes '[data fingerprint, order of the rows]'",
     make=trained(as_shuffled_by_numpy),
 )
 case(
@@ -914,13 +915,13 @@ case(
     {},
     "data fingerprint: 1 in the checkpoint",
     "step-00000004",
-    "--run.allow_changes true",
+    "--run.allow_changes '[data fingerprint]'",
     "new run.output_dir",
     make=trained(edit_manifest({"data fingerprint": 1})),
 )
 case(
     "shorter than what is done",
-    {"run.max_steps": 3, "run.allow_changes": True},
+    {"run.max_steps": 3},
     "run.max_steps",
     "would end after step 3",
     "TMP/out/checkpoints/step-00000004 is of a later one",

@@ -191,13 +191,13 @@ def test_every_field_refuses_another_type(refusal):
         ("run.max_steps", "true"),
         ("run.seed", "1e3"),
         ("run.seed", "[1]"),
-        ("run.allow_changes", "1"),
-        ("run.allow_changes", "'true'"),
+        ("run.keep_best", "1"),
+        ("run.keep_best", "'true'"),
         ("run.output_dir", "7"),
         ("optim.learning_rate", "true"),
         ("data.files", "[1]"),
         ("batch.max_micro_batch_size", "8.0"),
-        ("run.allow_changes", "0"),
+        ("run.keep_best", "0"),
     ],
 )
 def test_nothing_is_converted(refusal, path, value):

@@ -3,6 +3,7 @@
 None of them may change what is promised: the run of a plain torch loop, on any number of processes.
 """
 
+import datetime
 import functools
 import json
 import re
@@ -23,6 +24,7 @@ from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers.utils import chat_template_utils
 
 from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
@@ -684,3 +686,30 @@ def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, 
     if "eval/sample_0" in done.metrics[-2]:
         assert done.metrics[-2]["eval/loss"] == pytest.approx(evaluation_loss(loaded, cut(rows, 24, False)), rel=1e-5)
     torch.testing.assert_close(logits(loaded, rows), logits(same, rows), rtol=0, atol=1e-4)
+
+
+def test_a_chat_template_that_writes_the_date(tmp_path, monkeypatch):
+    """Tomorrow it makes other rows, where those of today are not in the cache any more. The reason is told."""
+    template = "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    template += "{% endfor %}"
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    rows = [{"messages": [{"role": "assistant", "content": f"It is {number}."}]} for number in range(12)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "template").write_text(template)
+    config["data"] = {"files": str(tmp_path / "chats.jsonl"), "format": "chat", "sequence_length": 24}
+    config["data"] |= {"tokenizer": byte_tokenizer(tmp_path / "bytes", None), "packing": "none"}
+    config["data"]["chat_template"] = str(tmp_path / "template")
+    run(tmp_path, config)
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return cls(2050, 1, 1)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    assert "Finished already" in run(tmp_path, config, "--run.log_every", 3).output
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    done = run(tmp_path, config, "--run.max_steps", 3, expect=2)
+    [line] = [line for line in done.output.splitlines() if "data fingerprint" in line and "in the checkpoint" in line]
+    assert line.endswith("The chat template writes today's date: fix the date in a template of your own")

@@ -142,7 +142,7 @@ def test_a_checkpoint_is_copied_to_pinned_memory(tmp_path, monkeypatch, device, 
     chosen = []
     monkeypatch.setattr("samerun.run.resume.StateDictStager", lambda pin_memory: chosen.append(pin_memory))
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-    Saver(SimpleNamespace(accelerator=accelerator, folder=SimpleNamespace(checkpoints=tmp_path)), {}, 0)
+    Saver(SimpleNamespace(accelerator=accelerator, folder=SimpleNamespace(checkpoints=tmp_path)), {}, None)
     assert chosen == [pinned]
 
 

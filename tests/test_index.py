@@ -4,6 +4,8 @@ Its rows are compared with what plain loops over lists make of the documents. Wh
 benchmarks/big_data.py.
 """
 
+import errno
+import gzip
 import json
 import os
 import re
@@ -21,7 +23,9 @@ import transformers
 from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from reference import shuffled
 
+from samerun import files
 from samerun.config import Data
+from samerun.data import index as index_room
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
@@ -227,6 +231,146 @@ def indexes_of(folder: Path) -> dict[Path, int]:
     """When the indexes of what lies in this folder were completed."""
     found = Path(datasets.config.HF_DATASETS_CACHE).glob("train-index/*/index.json")
     return {file: file.stat().st_mtime_ns for file in found if str(folder) in file.read_text()}
+
+
+def replace(file: Path, content: bytes) -> None:
+    """Other content of the same size and, as archives and reproducible images have it, of the same time."""
+    before = file.stat()
+    assert before.st_size == len(content)
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("kind", ["a file", "a large file", "a folder", "an archive", "save_to_disk"])
+def test_other_content_of_the_same_size_and_time(tmp_path, kind):
+    """Is other data, whatever datasets keeps of it by name and time."""
+    data, size = tmp_path / "data", 300_000 if kind == "a large file" else 20
+    words = [f'{{"text": "{letter * size}"}}\n'.encode() for letter in "ab"]
+    if kind == "save_to_disk":
+        write_rows(data, [{"input_ids": [3] * 20}])
+        [file] = data.glob("*.arrow")
+        write_rows(tmp_path / "other", [{"input_ids": [4] * 20}])
+        words = [path.read_bytes() for path in (file, next((tmp_path / "other").glob("*.arrow")))]
+        config = config_of(data)
+    else:
+        data.mkdir()
+        file = data / ("a.jsonl.gz" if kind == "an archive" else "a.jsonl")
+        words = [gzip.compress(text, mtime=0) for text in words] if kind == "an archive" else words
+        source = {"path": str(data)} if kind == "a folder" else {"files": str(file)}
+        config = Data(**source, sequence_length=LENGTH)
+    seen = []
+    file.write_bytes(words[0])
+    for _ in range(2):
+        rows, _ = load_data(config, None if kind == "save_to_disk" else transformers.ByT5Tokenizer(), 0)
+        seen.append(int(rows.read(0)[0, 0]))
+        replace(file, words[1])
+    assert seen == ([3, 4] if kind == "save_to_disk" else [3 + ord("a"), 3 + ord("b")])
+
+
+@pytest.mark.parametrize("format", ["text", "tokens"])
+@pytest.mark.parametrize("what", ["train-index/*/edges.bin", "train-index/*/index.json", "the tokens", "all"])
+def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
+    """Of the right size and time, as a disk may leave a file whose content it has not written yet. Found at the start,
+    told, and made anew."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    documents = {"text": {"text": "some words and more of them"}, "tokens": {"input_ids": list(range(3, 60))}}[format]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(documents)}\n" * 200)
+    config = Data(files=str(tmp_path / "a.jsonl"), format=format, tokenizer="bytes", sequence_length=LENGTH)
+    tokenizer = transformers.ByT5Tokenizer() if format == "text" else None
+    before = read_all(load_data(config, tokenizer, 0)[0])
+    kept = "train-tokens" if format == "text" else "train-documents"
+    patterns = {"the tokens": [f"{kept}/**/*.arrow"], "all": ["**/*.arrow", "**/*.bin"]}.get(what, [what])
+    damaged = [file for pattern in patterns for file in (tmp_path / "cache").glob(pattern)]
+    assert damaged
+    for file in damaged:
+        replace(file, bytes(file.stat().st_size))
+    capsys.readouterr()
+    assert read_all(load_data(config, tokenizer, 0)[0]) == before
+    said = capsys.readouterr().out
+    assert "made anew" in said and str(tmp_path / "cache") in said
+    assert read_all(load_data(config, tokenizer, 0)[0]) == before and not capsys.readouterr().out
+
+
+def test_what_is_noted_as_complete_is_on_the_disk(tmp_path, monkeypatch):
+    """Each file is synced before the note that says that it is whole, and that before it has its name."""
+    events, sync, replace = [], files.sync, os.replace
+    monkeypatch.setattr(files, "sync", lambda path: events.append(Path(path).name) or sync(path))
+    monkeypatch.setattr(index_room, "sync", lambda path: events.append(Path(path).name) or sync(path))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: events.append((Path(old).name, Path(new).name)) or replace(old, new)
+    )
+    texts = tmp_path / "a.txt"
+    texts.write_text("some words")
+    load_data(Data(files=str(texts), sequence_length=LENGTH), transformers.ByT5Tokenizer(), seed=0)
+    order = ["1-of-1.arrow", ".1-of-1.json.tmp", (".1-of-1.json.tmp", "1-of-1.json"), "edges.bin", "chunks.bin"]
+    order += [".index.json.tmp", (".index.json.tmp", "index.json")]
+    assert all(one in events for one in order)
+    assert [events.index(one) for one in order[:4]] == sorted(events.index(one) for one in order[:4])
+    assert max(map(events.index, order[:-2])) < events.index(order[-2]) < events.index(order[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_rows_keep_no_file_open(tmp_path):
+    """There may be more sources than files that a process may open."""
+    folder = save(tmp_path / "documents", documents_of(1))
+    load_data(config_of(folder), None, seed=0)
+    before = len(os.listdir("/proc/self/fd"))
+    rows, _ = load_data(config_of(folder), None, seed=0)
+    assert len(os.listdir("/proc/self/fd")) == before and len(rows.read(0))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_cache_disk_that_is_full(tmp_path, monkeypatch, full):
+    """Is what the message is about, and not the documents. So is a machine without a place for temporary files."""
+
+    def fails(*args):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr("samerun.data.tokenize.tokenize_part", fails)
+    config = tiny_config(tmp_path)
+    (tmp_path / "a.txt").write_text("some words")
+    config["data"] = {"files": str(tmp_path / "a.txt"), "tokenizer": "bytes", "sequence_length": 4}
+    done = run(tmp_path, config, expect=1)
+    cache = f"No space left on device: the cache of data sets, {datasets.config.HF_DATASETS_CACHE}; make room there"
+    place = "No usable temporary directory found in ['/tmp', '/var/tmp']; set TMPDIR to a folder that can be written"
+    assert (cache if full else place) in done.output and "cannot use" not in done.output
+
+
+# Root may write anywhere, unless it gives that up (CAP_DAC_OVERRIDE) before it begins.
+WITHOUT_OVERRIDE = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
+def test_a_prepared_cache_on_a_read_only_disk(tmp_path, monkeypatch):
+    """Is enough for a launch; one with other rows says what is missing. Here the data are in a folder and in a file,
+    and some of them are held out."""
+    config, cache = tiny_config(tmp_path), tmp_path / "cache"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "some words"}\n' * 50)
+    sources = {
+        "a": {"path": str(tmp_path / "texts"), "weight": 1},
+        "b": {"files": str(tmp_path / "texts" / "a.jsonl"), "weight": 1},
+    }
+    config["data"] = {"sources": sources, "sequence_length": 8, "tokenizer": "bytes", "eval_fraction": 0.2}
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    run(tmp_path, config, "--prepare")
+    before = sorted(cache.rglob("*"))
+    for path in [cache, *before]:
+        path.chmod(path.stat().st_mode & 0o555)
+    script = "-c", WITHOUT_OVERRIDE, ROOT / "train.py"
+    env = {"HF_DATASETS_CACHE": str(cache)}
+    done = launch(tmp_path, config, processes=None, env=env, script=script, timeout=600)
+    assert done.status == {"status": "finished", "step": 2} and sorted(cache.rglob("*")) == before
+
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache and access(path, mode))
+    done = run(tmp_path, config, "--data.sequence_length", 9, "--run.output_dir", tmp_path / "other", expect=2)
+    assert f"{cache}, cannot be used" in done.output and "read-only, and lacks what --prepare makes" in done.output
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ a checkpoint that lies there while everybody stands still is a checkpoint that i
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from helpers import (
 from warm import Launch
 
 import train
+from samerun.run import folder as folder_room
 from samerun.run.launch import Stop, report
 from samerun.run.resume import Saver
 
@@ -144,6 +146,7 @@ class Watch:
         self.export = done.folder / ".model.tmp"
         self.ranks = ranks_of(process, count)
         self.began = self.last = None  # The step after which this launch began, and the last one logged.
+        self.is_evaluated = False  # Whether that one is.
         self.changed, self.size = 0.0, None  # When that was, and how long the file was then.
         self.started = time.monotonic()
 
@@ -161,6 +164,7 @@ class Watch:
             began = [line["step"] for line in metrics if "plan/num_processes" in line]
             if self.began is None and len(began) == self.launches:  # The first line of a launch: it has the folder.
                 self.began = began[-1]
+            self.is_evaluated = "eval/loss" in metrics[-1]
             if self.last != metrics[-1]["step"]:
                 self.last, self.changed = metrics[-1]["step"], time.monotonic()
 
@@ -171,8 +175,8 @@ class Watch:
         if moment == "checkpoint":
             found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-????????.tmp")]
             return any(step > self.began + after for step in found)  # Others are left over from earlier kills.
-        if moment == "evaluation":  # It comes before its step is logged and lasts many times as long as the step.
-            evaluating = self.last % EVAL_EVERY == EVAL_EVERY - 1 and self.last > self.began
+        if moment == "evaluation":  # It comes when its step is logged and lasts many times as long as the step.
+            evaluating = self.last % EVAL_EVERY == 0 and not self.is_evaluated and self.last > self.began
             return evaluating and time.monotonic() - self.changed > 0.1 + delay
         return self.began + after < self.last < MAX_STEPS
 
@@ -394,13 +398,16 @@ def test_with_nohup_it_outlives_its_terminal(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_closed_terminal(slow, tmp_path, count):
-    """As where the connection to a machine is lost: the run saves, though nobody reads what it says any more."""
+@pytest.mark.parametrize("count, nohup", [(1, False), (2, False), (2, True)])
+def test_a_closed_terminal(slow, tmp_path, count, nohup):
+    """As where the connection to a machine is lost: the run saves, though nobody reads what it says any more. With
+    nohup it goes on, by the way that accelerate_configs/README.md tells for several processes."""
     done = Done(0, "", tmp_path / "run")
     launcher = "--config_file", ROOT / "accelerate_configs" / "cpu.yaml", "--num_processes", count
     command = sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", free_port()
     command = *command, ROOT / "train.py", "--config", write_config(tmp_path, slow)
+    if nohup:
+        command = "env", "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT", "nohup", *command
     in_terminal = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
     terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
     wait_for_step([terminal], done, 1)
@@ -409,6 +416,12 @@ def test_a_closed_terminal(slow, tmp_path, count):
     terminal.kill()
     terminal.wait()
     closed = time.monotonic()
+    if nohup:
+        last = done.status["step"]
+        while done.status["step"] < last + 3:
+            assert len(alive(processes)) == len(processes) and time.monotonic() - closed < 90
+            time.sleep(0.05)
+        send(processes, signal.SIGTERM)
     while alive(processes) and time.monotonic() - closed < ALLOWED_SECONDS:
         time.sleep(0.05)
     assert not alive(processes) and done.status["status"] == "stopped"
@@ -465,15 +478,29 @@ def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, ca
     assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")
 
 
-@pytest.mark.slow
-def test_second_signal_stops_at_once(slow, tmp_path):
-    """Where finishing the step would take long: not within two seconds of the first signal, but after them."""
+def test_a_signal_in_a_long_evaluation(slow, tmp_path):
+    """To one of two ranks, where the evaluation would take minutes: both save within seconds, and exit with 0."""
     done = Done(0, "", tmp_path / "run")
-    ranks = start_ranks(tmp_path, slow, "--run.eval_every", 2, "--eval.prompts", json.dumps(["a"] * 500))
+    ranks = start_ranks(tmp_path, slow, "--eval.prompts", json.dumps(["a"] * 2000))
     wait_for_step(ranks, done, 1)
-    time.sleep(1)  # Into the second step, whose samples take long: between steps a first signal stops at once.
-    for seconds in (1.5, 0.7):  # After the first signal, and after one that repeats it.
-        send([psutil.Process(rank.pid) for rank in ranks], signal.SIGTERM)
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert_stopped(done, outputs[0], 1)
+    assert done.status["step"] == 1 and not done.logged("eval/loss")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(slow, tmp_path):
+    """Where what goes on would take long: not within two seconds of the first one, but after them. A second SIGTERM,
+    which schedulers send, does not."""
+    done = Done(0, "", tmp_path / "run")
+    long = "--eval.prompts", "a", "--eval.max_new_tokens", 20_000, "--eval.temperature", 0
+    ranks = start_ranks(tmp_path, slow, *long)
+    wait_for_step(ranks, done, 1)
+    time.sleep(1)  # Into the sample: before it, a first signal stops at once.
+    for number, seconds in (signal.SIGTERM, 2.5), (signal.SIGTERM, 0.1), (signal.SIGINT, 1.5), (signal.SIGINT, 0.7):
+        send([psutil.Process(rank.pid) for rank in ranks], number)
         time.sleep(seconds)
         assert all(rank.poll() is None for rank in ranks)
     send([psutil.Process(rank.pid) for rank in ranks], signal.SIGINT)
@@ -482,6 +509,63 @@ def test_second_signal_stops_at_once(slow, tmp_path):
     assert time.monotonic() - insisted < 5 and [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
     assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True
     assert done.status["status"] == "running" and steps_logged(done) == [1]
+
+
+def test_a_second_sigterm_while_saving(tmp_path, monkeypatch):
+    """Schedulers send it again. The checkpoint is written all the same."""
+    exits, save = [], Saver.save
+
+    def signalled_again(*args):
+        time.sleep(2.1)
+        signal.raise_signal(signal.SIGTERM)
+        return save(*args)
+
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return train_step(*args)
+
+    train_step = train.train_step
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(Saver, "save", signalled_again)
+    monkeypatch.setattr(train, "train_step", signalled)
+    done = run(tmp_path, tiny_config(tmp_path))
+    assert not exits
+    assert_stopped(done, done.output, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_disk_that_is_full_at_a_log_line(slow, tmp_path, count):
+    """The run saves, where that is possible, and says what is wrong and what to do. Then it goes on."""
+    done = Done(0, "", tmp_path / "run")
+    ranks = start_ranks(tmp_path, slow, "--run.eval_every", 0, "--run.max_steps", 1000, count=count)
+    wait_for_step(ranks, done, 1)
+    (done.folder / "full").symlink_to("/dev/full")
+    metrics = done.metrics
+    os.replace(done.folder / "full", done.folder / "metrics.jsonl")
+    outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+    assert ranks[0].returncode == 1, outputs[0]
+    (done.folder / "metrics.jsonl").unlink()
+    step = int(done.checkpoints[-1].removeprefix("step-"))
+    assert step >= metrics[-1]["step"]
+    assert done.status["status"] == "failed" and "No space left" in done.status["reason"]
+    [error] = [line for line in outputs[0].splitlines() if line.startswith("error:")]
+    assert error.startswith("error: [Errno 28] No space left on device; make room there; ")
+    assert run(tmp_path, slow, "--run.eval_every", 0, "--run.max_steps", step + 6).launches == [step]
+
+
+def test_a_status_on_a_full_disk(tmp_path, monkeypatch):
+    """There is no place for another file, but for other words in this one."""
+
+    def full(path, *args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails(*args):
+        monkeypatch.setattr(folder_room, "replace_file", full)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train, "train_step", fails)
+    done = run(tmp_path, tiny_config(tmp_path), expect=1)
+    assert done.status == {"status": "failed", "step": 0, "reason": "[Errno 28] No space left on device"}
 
 
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:
@@ -537,6 +621,45 @@ def test_in_the_background_it_outlives_its_shell(tmp_path):
     shell.communicate()
     process.wait(timeout=30)
     assert "lives on" in log.read_text()
+
+
+def test_ctrl_c_while_libraries_are_imported(tmp_path):
+    """One line, at once: a library would take an exception for an error of its own."""
+    (tmp_path / "accelerate.py").write_text(WAITS)
+    command = sys.executable, ROOT / "train.py"
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, **pipe)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=5)
+    assert output == "\nStopped by Ctrl-C before anything was done.\n" and process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, words", [(signal.SIGINT, ["--prepare"]), (signal.SIGTERM, [])])
+def test_a_signal_while_documents_are_tokenized(slow, tmp_path, number, words):
+    """To all processes, as from a terminal: within seconds, with one line, and nobody is left. The next launch works.
+    A launch says in its status that it was stopped."""
+    texts = [{"text": f"{i} is a number, and so on. " * 4000} for i in range(1000)]
+    config = slow | {"data": {"path": str(write_rows(tmp_path / "texts", texts)), "tokenizer": "bytes"}, "eval": {}}
+    config["data"] |= {"sequence_length": 24}
+    config["run"] = slow["run"] | {"max_steps": 1, "eval_every": 0}
+    process = start(tmp_path, config, *words, processes=None)
+    assert process.stdout.readline() == "Tokenizing 1,000 documents.\n"
+    workers, deadline = [], time.monotonic() + 90
+    while len(workers) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        workers = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    send([psutil.Process(process.pid), *workers], number)
+    signalled = time.monotonic()
+    line = process.stdout.readline()
+    assert line.startswith(f"Stopped by {'Ctrl-C' if words else 'SIGTERM'}") and "the same command continues" in line
+    assert time.monotonic() - signalled < 10
+    assert process.communicate(timeout=ALLOWED_SECONDS)[0] == "" and process.returncode == (1 if words else 0)
+    assert not alive(workers)
+    if not words:
+        assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}
 
 
 def wait_for_line(file: Path, line: str) -> None:

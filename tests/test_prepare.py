@@ -19,7 +19,6 @@ from test_finetune import byte_tokenizer
 import train
 from samerun.config import Data, Model
 from samerun.data.load import load_data
-from samerun.data.tokenize import is_complete
 from samerun.errors import UserError
 from samerun.model.tokenizer import load_tokenizer
 
@@ -101,19 +100,6 @@ def test_a_bad_document_has_its_own_number_in_any_part(tmp_path, cache, monkeypa
     monkeypatch.setattr("samerun.data.tokenize.PART", 500)
     with pytest.raises(UserError, match="row 37, counted from 0: .*who"):
         load_data(config, load_tokenizer(config, Model()), 0)
-
-
-def test_a_part_of_several_processes_is_complete_with_all_their_files(tmp_path):
-    part = tmp_path / "1-of-12.arrow"
-    other = tmp_path / "11-of-12_00000_of_00001.arrow"
-    other.touch()
-    assert not is_complete(part)
-    for number in range(3):
-        (tmp_path / f"1-of-12_{number:05d}_of_00003.arrow").touch()
-        assert is_complete(part) == (number == 2)
-    assert not is_complete(tmp_path / "2-of-12.arrow")
-    (tmp_path / "2-of-12.arrow").touch()
-    assert is_complete(tmp_path / "2-of-12.arrow")
 
 
 def test_the_main_process_tokenizes_and_tells_of_it(tmp_path):

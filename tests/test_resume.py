@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -17,12 +18,27 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
-from helpers import Done, difference, kill_tree, launch, run, start, tiny_config, tiny_model, write_rows
+from helpers import (
+    Done,
+    difference,
+    kill_tree,
+    launch,
+    make_rows,
+    resume_from,
+    run,
+    start,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
+from matplotlib.figure import Figure
 from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
+from samerun.run import checkpoint, resume, sample
 from samerun.run import folder as folder_room
+from samerun.run.checkpoint import Progress
 
 STEPS = list(range(1, 31))
 
@@ -116,6 +132,99 @@ def test_finished_and_started_again(again):
     assert "finished" in said and "30" in said
     assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert done.status == {"status": "finished", "step": 30} and done.losses == losses
+
+
+def test_what_is_finished_is_told_before_anything_is_built(again, monkeypatch):
+    """A longer run is built, and so is one whose last checkpoint is gone."""
+
+    def built(*args):
+        raise MemoryError("it builds")
+
+    config, before = again
+    monkeypatch.setattr(train, "build_setup", built)
+    done = run(before.folder.parent, config)
+    assert f"Finished already: {done.folder}, step 30. Add steps, or choose a new run.output_dir." in done.output
+    assert "it builds" in run(before.folder.parent, config, "--run.max_steps", 31, expect=1).output
+    shutil.rmtree(before.folder / "checkpoints" / "step-00000030")
+    (before.folder / "status.json").write_text(json.dumps({"status": "finished", "step": 30}))
+    assert "it builds" in run(before.folder.parent, config, expect=1).output
+
+
+def test_curves_show_where_a_run_was_continued(again, monkeypatch):
+    """They are drawn at each evaluation, at the end and at a stop, and have the learning rate, too."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    config, before = again
+    tokens = {line["step"]: line["train/tokens"] for line in before.metrics if "train/tokens" in line}
+    done = run(before.folder.parent, config, "--run.max_steps", 40, "--run.eval_every", 5, curves=True)
+    assert len(drawn) == 3  # Two evaluations and the end.
+    titles = [axes.get_title() for axes in drawn[-1].axes]
+    assert titles == ["Loss", "Throughput while training", "Learning rate"]
+    for axes in drawn[-1].axes:
+        places = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        assert places == [pytest.approx(tokens[30] / 1e6)]
+    [rates] = [line.get_ydata() for line in drawn[-1].axes[2].lines if line.get_linestyle() == "-"]
+    assert rates.tolist() == pytest.approx(done.logged("train/learning_rate"))
+
+    train_step = train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *args: signal.raise_signal(signal.SIGTERM) or train_step(*args))
+    assert run(before.folder.parent, config, "--run.max_steps", 50, curves=True).status["status"] == "stopped"
+    assert len(drawn) == 4
+
+
+def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
+    """Where no progress bar does."""
+    output = run(whole[1].folder.parent, whole[0], "--run.output_dir", whole[1].folder.parent / "lines").output
+    lines = [line for line in output.splitlines() if line.startswith("step ") and "train/loss" in line]
+    ends = [re.search(r"  epoch ([\d.]+)(  (\d\d:\d\d) left)?$", line).groups() for line in lines]
+    assert len(lines) == 30 and ends[0][2] is None and ends[-1][2] == "00:00" and all(end[2] for end in ends[1:])
+    assert [float(epoch) for epoch, *_ in ends] == pytest.approx([10 * step / 23 for step in STEPS], rel=1e-3)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_stopped_before_its_first_step(again, tmp_path, monkeypatch, continued):
+    """So that who looks at the status starts it again. Nothing is lost, and that is no failure."""
+    config, before = again
+    more = ["--run.max_steps", 40] + ([] if continued else ["--run.output_dir", tmp_path / "new"])
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_setup", lambda *args: signal.raise_signal(signal.SIGTERM))
+        done = run(tmp_path, config, *more)
+    assert done.status == {"status": "stopped", "step": 30 if continued else 0}
+    assert done.output.endswith("Stopped by SIGTERM before the first step; the same command continues.\n")
+    assert run(tmp_path, config, *more, "--run.log_every", 7).status == {"status": "finished", "step": 40}
+
+
+def test_a_status_that_is_damaged(again):
+    """Its run goes on from the checkpoints. Without them, the model is not replaced."""
+    config, before = again
+    status = before.folder / "status.json"
+    status.write_text('{"status": "finished", "step": null}')
+    assert run(before.folder.parent, config).status == {"status": "finished", "step": 30}
+    status.write_text('{"status": "finished", "step": null}')
+    shutil.rmtree(before.folder / "checkpoints")
+    done = run(before.folder.parent, config, expect=2)
+    assert "holds a run (finished, step None) without its checkpoints; choose another folder" in done.output
+
+
+def test_metrics_that_are_a_link(again):
+    """To a file on another disk it stays one. To what is no file it is refused before anything is written."""
+    config, before = again
+    metrics, target = before.folder / "metrics.jsonl", before.folder.parent / "metrics on another disk"
+    shutil.move(metrics, target)
+    metrics.symlink_to(target)
+    done = run(before.folder.parent, config, "--run.max_steps", 31)
+    assert metrics.is_symlink() and len(done.losses) == 31 and target.read_text() == metrics.read_text()
+    metrics.unlink()
+    metrics.symlink_to("/dev/full")
+    done = run(before.folder.parent, config, "--run.max_steps", 32, expect=2)
+    assert f"{metrics} is neither a file nor a link to one; remove it" in done.output
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number(whole, tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "two")
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"the environment variable {name} is 'two', and no number; unset it" in done.output
 
 
 @pytest.mark.parametrize("status", ["running", "finished"])
@@ -221,20 +330,20 @@ def test_extended(again):
 def test_changed_mathematics_is_refused(again, tmp_path):
     """With everything that differs, both ways out, and without a trace in the run folder."""
     config, before = again
-    rows, start = Path(config["data"]["path"]), Path(config["model"]["pretrained"])
-    for folder in rows, start:
-        shutil.copytree(folder, tmp_path / f"other-{folder.name}")
+    start = Path(config["model"]["pretrained"])
+    shutil.copytree(start, tmp_path / "other-start")
+    other_rows = write_rows(tmp_path / "other-rows", make_rows([24] * 23))
     changes = {
         "batch.global_batch_size": (10, 5),
         "data.sequence_length": (24, 20),
         "data.packing": ("none", "concat"),
-        "data.path": (str(rows), str(tmp_path / f"other-{rows.name}")),
+        "data.path": (config["data"]["path"], str(other_rows)),
         "run.seed": (7, 8),
         "optim.learning_rate": (0.005, 0.001),
         "optim.schedule": ("cosine", "linear"),
         "optim.max_grad_norm": (1.1, None),
         "optim.weight_decay": (0.1, 0.2),
-        "model.pretrained": (str(start), str(tmp_path / f"other-{start.name}")),
+        "model.pretrained": (str(start), str(tmp_path / "other-start")),
     }
     contents = {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()}
     overrides = [word for path, (_, now) in changes.items() for word in (f"--{path}", json.dumps(now))]
@@ -242,7 +351,8 @@ def test_changed_mathematics_is_refused(again, tmp_path):
     for path, values in changes.items():
         line = next(line for line in done.output.splitlines() if path in line)
         assert all(repr(value) in line for value in values)
-    assert "run.output_dir" in done.output and "--run.allow_changes true" in done.output
+    [advice] = re.findall(r"run.output_dir, .* --run.allow_changes '\[(.*)\]'", done.output)
+    assert sorted(advice.split(", ")) == sorted([*changes, "data fingerprint"])
     assert {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()} == contents
 
 
@@ -257,8 +367,39 @@ def test_changed_data_is_refused(tmp_path):
     write_rows(tmp_path / "rows", rows)
     done = run(tmp_path, config, "--run.max_steps", 6, expect=2)
     assert "data" in done.output.replace(str(tmp_path), "")
-    assert "run.output_dir" in done.output and "--run.allow_changes true" in done.output
-    assert run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "true").status["step"] == 6
+    assert "run.output_dir" in done.output and "--run.allow_changes '[data fingerprint]'" in done.output
+    done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data fingerprint]")
+    assert done.status["step"] == 6 and "goes on with other settings:\n  data fingerprint: " in done.output
+
+
+def test_data_that_have_moved(tmp_path):
+    """Other places, here of two sources: the rows are the same, and so is the run. With other rows, the places are
+    among what has changed."""
+    config = tiny_config(tmp_path)
+    sources = {name: {"path": config["data"].pop("path") if name == "a" else None, "weight": 1} for name in "ab"}
+    sources["b"]["path"] = str(write_rows(tmp_path / "more", make_rows([24] * 12, masked=0.1)))
+    config["data"]["sources"] = sources
+    config["run"] |= {"max_steps": 8, "save_every": 4}
+    whole = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
+    for name, source in sources.items():
+        source["path"] = str(shutil.copytree(source["path"], tmp_path / "moved" / name))
+    done = run(tmp_path, config, *resume_from(whole, 4))
+    assert done.launches == [4] and difference(done.weights, whole.weights) == 0
+    sources["b"]["path"] = str(write_rows(tmp_path / "others", make_rows([24] * 12, seed=3, masked=0.1)))
+    done = run(tmp_path, config, *resume_from(whole, 4), "--run.output_dir", tmp_path / "refused", expect=2)
+    assert "data.sources.b.path" in done.output and "data.sources.a.path: " in done.output
+
+
+def test_changes_are_named(again, tmp_path):
+    """What is named passes and is listed; what is not named is refused beside it."""
+    config, before = again
+    changes = "--run.max_steps", 32, "--optim.learning_rate", 0.001, "--optim.weight_decay", 0.2
+    done = run(tmp_path, config, *changes, "--run.allow_changes", "optim.learning_rate", expect=2)
+    assert "optim.weight_decay: 0.1 in the checkpoint, 0.2 now\nChoose" in done.output
+    assert "--run.allow_changes '[optim.learning_rate, optim.weight_decay]'" in done.output
+    done = run(tmp_path, config, *changes, "--run.allow_changes", "[optim.learning_rate, optim.weight_decay]")
+    assert "\n  optim.learning_rate: 0.005 in the checkpoint, 0.001 now\n" in done.output
+    assert done.status == {"status": "finished", "step": 32}
 
 
 def test_harmless_changes_and_a_chosen_checkpoint(whole, again, tmp_path):
@@ -320,7 +461,7 @@ def test_changes_that_are_insisted_on(again, tmp_path):
             "--optim.weight_decay",
             weight_decay,
             "--run.allow_changes",
-            "true",
+            "[optim.learning_rate, optim.weight_decay]",
         )
         weights.append(done.weights)
     expected = [learning_rate(config["optim"] | {"learning_rate": 0.001}, step, 30) for step in range(26, 31)]
@@ -483,6 +624,102 @@ def test_patience(tmp_path):
     assert continued.status == end and continued.launches == [0, 2 * last - 2]
     assert difference(continued.weights, done.weights) < 1e-5
     assert run(tmp_path, config, "--run.patience", 4).status == {"status": "finished", "step": 2 * last + 2}
+
+
+def what_was_logged(done: Done) -> list[dict]:
+    """The lines about steps and evaluations, without what depends on the speed or on the launches."""
+    kept = [{name: line[name] for name in line if not name.startswith("perf/")} for line in done.metrics]
+    return [line for line in kept if "train/tokens" in line]
+
+
+def disturb(patch: pytest.MonkeyPatch, step: int, moment: str) -> None:
+    """Stop or kill the run at a moment of the evaluation after a step. Fails if it goes on to evaluate or to sample."""
+    now, evaluate_step, eval_batches, encode_prompt = {}, train.evaluate_step, train.eval_batches, sample.encode_prompt
+    count_evaluation, new_saver = Progress.count_evaluation, train.Saver
+
+    def reach(*moments):
+        assert "ended" not in now
+        if now.get("evaluates") == step and moment in moments:
+            now["ended"] = True
+            if moment.startswith("killed"):
+                now["saver"].wait()  # As a process does that ends.
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
+
+    def noted(setup, progress, *more):
+        now["evaluates"] = progress.step
+        return evaluate_step(setup, progress, *more)
+
+    def batches(*args):
+        for number, batch in enumerate(eval_batches(*args)):
+            reach(*(("micro-batch", "killed") if number == 1 else ()))
+            yield batch
+
+    def prompt(*args):
+        reach("prompt")
+        return encode_prompt(*args)
+
+    def counted(*args):
+        reach("killed when logged")
+        count_evaluation(*args)
+
+    patch.setattr(train, "Saver", lambda *args: now.setdefault("saver", new_saver(*args)))
+    patch.setattr(train, "evaluate_step", noted)
+    patch.setattr(train, "eval_batches", batches)
+    patch.setattr(sample, "encode_prompt", prompt)
+    patch.setattr(Progress, "count_evaluation", counted)
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory):
+    """A config, and its run that ends by patience, with the steps of its best and of its last evaluation."""
+    folder = tmp_path_factory.mktemp("patient")
+    config = config_of_noise(folder)
+    config["run"] |= {"save_every": 4, "keep_best": True, "patience": 2}
+    config["batch"]["max_micro_batch_size"] = 2
+    config["eval"] = {"prompts": ["[a, b]", "[c]"], "max_new_tokens": 3}
+    done = run(folder, config)
+    losses = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    best, end = min(losses, key=losses.get), max(losses)
+    assert end == best + 4 < 30
+    return config, done, best, end
+
+
+@pytest.mark.parametrize("moment", ["micro-batch", "prompt", "killed", "killed when logged"])
+def test_stopped_while_it_evaluates(patient, tmp_path, monkeypatch, moment):
+    """At the best evaluation, at the one with which patience ends, or at one without a checkpoint of its step. Nothing
+    more is evaluated, the step is saved, and the next launch makes up for the evaluation: the run that nobody stopped.
+    """
+    config, whole, best, end = patient
+    killed = moment.startswith("killed")
+    for step in (best, best + 2, end) if moment == "micro-batch" else (best, end):
+        config["run"]["output_dir"] = str(tmp_path / f"{step}")
+        with monkeypatch.context() as patch:
+            disturb(patch, step, moment)
+            stopped = run(tmp_path, config, expect=int(killed))
+        last = f"step-{step:08d}"
+        assert killed or (stopped.status == {"status": "stopped", "step": step} and stopped.checkpoints[-1] == last)
+        done = run(tmp_path, config)
+        assert done.launches[1] <= step if killed else done.launches == [0, step]
+        assert what_was_logged(done) == what_was_logged(whole) and done.status == whole.status
+        assert f"(step-{best:08d})" in done.output and difference(done.weights, whole.weights) == 0
+        assert {f"step-{best:08d}", f"step-{end:08d}"} <= {*done.checkpoints}
+
+
+def test_the_best_is_marked_and_not_saved_twice(tmp_path, monkeypatch):
+    """A step with a checkpoint of its own that turns out to be the best: the tensors are written once."""
+    saved = []
+    monkeypatch.setattr(
+        resume, "save_checkpoint", lambda *args: saved.append(args[3]["step"]) or save_checkpoint(*args)
+    )
+    save_checkpoint = checkpoint.save_checkpoint
+    config = config_of_noise(tmp_path)
+    config["run"] |= {"max_steps": 12, "save_every": 2, "keep_checkpoints": 1, "keep_best": True}
+    done = run(tmp_path, config)
+    losses = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
+    best = f"step-{min(losses, key=losses.get):08d}"
+    assert saved == [2, 4, 6, 8, 10, 12] and done.checkpoints == [best, "step-00000012"] and f"({best})" in done.output
+    assert json.loads((done.folder / "checkpoints" / best / "manifest.json").read_text())["best_checkpoint"] == best
 
 
 def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):

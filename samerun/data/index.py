@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from samerun.data.documents import hold_out, load_documents
 from samerun.data.order import ORDER, running_sum
 from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
-from samerun.data.sources import identity_of
+from samerun.data.sources import cannot_use, data_cache, hashed_key, identity_of, is_read_only
 from samerun.data.token_files import (
     TokenFile,
     as_dataset,
@@ -29,8 +29,8 @@ from samerun.data.token_files import (
     open_token_files,
 )
 from samerun.data.tokenize import tokenize
-from samerun.errors import require
-from samerun.files import replace_file, stamp
+from samerun.errors import is_full, require, say
+from samerun.files import replace_file, size_and_checksum, stamp, sync
 
 
 class IndexWriter:
@@ -219,8 +219,11 @@ def write_index(
                 row += batch.num_rows
                 writer.add(batch, number, place, own)
         totals = writer.finish()
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
     paths = [file.path if isinstance(file, TokenFile) else file for file in files]
+    complete = [*folder.glob("*.bin"), *folder.glob("*.arrow")]
+    for file in complete:
+        sync(file)
+    sizes = {file.name: size_and_checksum(file) for file in complete}
     return {**totals, "sizes": sizes, "token_files": [[path, stamp(path)] for path in paths]}
 
 
@@ -254,29 +257,52 @@ def load_rows(
     tokens_key = hashed_key(identity, settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
     apart_from = None if others is None else [other.folder.name for other in others]
     rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(*ROOMS_OF_ROWS)]
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache = data_cache()
     folder, tokens = cache / "train-index" / hashed_key(tokens_key, rows_key), cache / "train-tokens" / tokens_key
     index = read_index(folder)
     if index is None:
+        lacks = "it is read-only, and lacks what --prepare makes of these data"
+        require(not is_read_only(cache), f"{cannot_use(cache)}: {lacks}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        notes = []
-        end = tokenizer.eos_token_id if tokenizer else None
-        token_files = open_token_files(flat, config.token_dtype, end, notes.append) if flat else []
-        documents = as_dataset(token_files) if flat else load_documents(source, config, notes.append)
-        if config.eval_fraction:
-            kept, other = hold_out(documents, config.eval_fraction, seed)
-            documents = other if held_out else kept
-        documents = tokenize(documents, config, tokenizer, tokens)
-        if others is not None:
-            leave_out = config.eval_fraction and not held_out
-            documents = compare_documents(documents, others, leave_out, folder, notes.append)
-        index = write_index(documents, token_files, config.packing, config.sequence_length, folder)
-        rows = Dataset(folder, index, seed)
-        note_rows_without_target(rows, notes.append)
-        index |= {"notes": notes, "fingerprint": checksum_of_rows(rows)}
-        replace_file(folder / "index.json", json.dumps(index))  # Last, because it says that the others are complete.
+        try:
+            make_index(folder, source, flat, config, tokenizer, tokens, seed, held_out, others)
+        except OSError as error:
+            if is_full(error):
+                raise OSError(error.errno, f"{os.strerror(error.errno)}: the cache of data sets, {cache}") from error
+            raise
+        index = json.loads((folder / "index.json").read_text())
     return Dataset(folder, index, seed)
+
+
+def make_index(
+    folder: Path,
+    source: Source,
+    flat: list[str],
+    config: Data,
+    tokenizer,
+    tokens: Path,
+    seed: int,
+    held_out: bool,
+    others: list[Dataset] | None,
+) -> None:
+    """As load_rows(). `flat` are the token files of the source, if it has any; `tokens` is where tokens are kept."""
+    notes = []
+    end = tokenizer.eos_token_id if tokenizer else None
+    token_files = open_token_files(flat, config.token_dtype, end, notes.append) if flat else []
+    documents = as_dataset(token_files) if flat else load_documents(source, config, notes.append)
+    if config.eval_fraction:
+        kept, other = hold_out(documents, config.eval_fraction, seed)
+        documents = other if held_out else kept
+    documents = tokenize(documents, config, tokenizer, tokens)
+    if others is not None:
+        leave_out = config.eval_fraction and not held_out
+        documents = compare_documents(documents, others, leave_out, folder, notes.append)
+    index = write_index(documents, token_files, config.packing, config.sequence_length, folder)
+    rows = Dataset(folder, index, seed)
+    note_rows_without_target(rows, notes.append)
+    index |= {"notes": notes, "fingerprint": checksum_of_rows(rows)}
+    replace_file(folder / "index.json", json.dumps(index))  # Last, because it says that the others are complete.
 
 
 def compare_documents(
@@ -300,19 +326,18 @@ def source_of(*rooms: str) -> str:
     return "".join(inspect.getsource(sys.modules[room]) for room in rooms)
 
 
-def hashed_key(*parts: Any) -> str:
-    return datasets.fingerprint.Hasher.hash(parts)
-
-
 def read_index(folder: Path) -> dict[str, Any] | None:
     """What an index holds. None if there is none, or a file is not as it was."""
-    try:
-        index = json.loads((folder / "index.json").read_text())
-        is_whole = all(os.path.getsize(folder / name) == size for name, size in index["sizes"].items())
-        is_current = all(stamp(file) == known for file, known in index["token_files"])
-    except (OSError, ValueError):
+    note = folder / "index.json"
+    if not note.exists():
         return None
-    return index if is_whole and is_current else None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        index = json.loads(note.read_text())
+        is_whole = all(size_and_checksum(folder / name) == known for name, known in index["sizes"].items())
+        if is_whole and all(stamp(file) == known for file, known in index["token_files"]):
+            return index
+    say(f"Data: the index {folder}, or its tokens, are not as they were written. The index is made anew.")
+    return None
 
 
 def note_rows_without_target(data: Dataset, note: Callable[[str], None]) -> None:

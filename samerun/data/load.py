@@ -1,8 +1,7 @@
 """All sources of a run, mixed by weight, prepared by one process per cache."""
 
 import os
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import datasets
 from accelerate import Accelerator
@@ -11,6 +10,7 @@ from filelock import FileLock, Timeout
 from samerun.config import Data, Source, eval_setting, evaluation_title, rows_per_block
 from samerun.data.index import load_rows
 from samerun.data.rows import Dataset, Mixture
+from samerun.data.sources import cannot_use, data_cache, is_read_only
 from samerun.errors import explained, require, say, within
 
 
@@ -50,20 +50,23 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Da
     return train, held_out
 
 
-def data_lock() -> FileLock:
-    """For one process at a time that looks for data in the cache, or puts them there."""
-    cache = str(datasets.config.HF_DATASETS_CACHE)
-    with explained(f"the cache of data sets, {cache}, cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"):
+def data_lock() -> FileLock | None:
+    """For one process at a time that looks for data in the cache, or puts them there. None where that is read-only."""
+    cache = data_cache()
+    if is_read_only(cache):
+        return None
+    with explained(cannot_use(cache)):
         os.makedirs(cache, exist_ok=True)
-        require(os.access(cache, os.W_OK), "it is read-only")
-        lock = Path(cache, "train.lock")
+        lock = cache / "train.lock"
         require(not lock.exists() or os.access(lock, os.W_OK), f"{lock} is another user's")
     return FileLock(lock, mode=0o666)  # For all users who may write into the cache.
 
 
-def take_at_once(lock: FileLock) -> ExitStack:
+def take_at_once(lock: FileLock | None) -> ExitStack:
     """Take a lock if nobody has it, and otherwise say so. Returns what gives it back."""
     with ExitStack() as held:
+        if lock is None:
+            return held.pop_all()
         try:
             held.enter_context(lock.acquire(timeout=0))
         except Timeout:
@@ -79,5 +82,5 @@ def turn_to_load_data(accelerator: Accelerator):
         if accelerator.is_main_process:  # It goes first, because it alone can tell how far it is.
             turn.enter_context(take_at_once(lock))
         accelerator.wait_for_everyone()
-        turn.enter_context(lock)
+        turn.enter_context(lock or nullcontext())
         yield

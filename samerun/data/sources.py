@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sysconfig
+import tempfile
 import urllib.parse
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,8 +24,8 @@ from datasets.packaged_modules.text.text import Text
 
 from samerun.config import Source
 from samerun.data.stdlib_chats import write_stdlib_chats
-from samerun.errors import explained, require
-from samerun.files import real_path, stamp
+from samerun.errors import explained, require, say
+from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
 
 def list_files(patterns: list[str]) -> list[str]:
@@ -113,31 +114,108 @@ def data_suffix(file: str) -> str:
     return suffix
 
 
+def data_cache() -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def is_read_only(cache: Path) -> bool:
+    """Whether all that a launch can do is to take what --prepare has put there."""
+    return cache.is_dir() and not os.access(cache, os.W_OK)
+
+
+def cannot_use(cache: Path) -> str:
+    return f"the cache of data sets, {cache}, cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"
+
+
 def load_source(source: Source) -> datasets.Dataset:
     if source.files:
         return load_files(list_files(source.files))
     with explained(f"data: cannot load {source.path}", source.path):
         if saved_state(source):
             return datasets.load_from_disk(source.path)
-        return datasets.load_dataset(source.path, source.name, split=source.split)
+        builder = datasets.load_dataset_builder(source.path, source.name)
+        local = local_files(builder)
+        if local:
+            builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache_of(local))
+        return read(builder, source.split)
 
 
-def identity_of(source: Source) -> list[str]:
-    """What changes when the data does. Unlike load_source(), this opens no data, and so is always quick."""
+def local_files(builder: datasets.DatasetBuilder) -> list[str]:
+    files = itertools.chain(*(builder.config.data_files or {}).values())
+    return [file for file in files if os.path.isfile(file)]
+
+
+DOCUMENTS = "train-documents"
+
+
+def cache_of(files: list[str]) -> str:
+    """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone."""
+    return str(data_cache() / DOCUMENTS / hashed_key(stamps_of(files)))
+
+
+def stamps_of(files: list[str]) -> list[Any]:
+    return [[real_path(file), *stamp(file)] for file in files]
+
+
+def hashed_key(*parts: Any) -> str:
+    return datasets.fingerprint.Hasher.hash(parts)
+
+
+def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
+    """The documents as Arrow files, which are made unless they are there as they were."""
+    folder = Path(builder.cache_dir)
+    note = folder / "train-complete.json"
+    is_noted = note.exists() or DOCUMENTS in folder.parts  # Otherwise another program may have made them.
+    mode = None
+    if folder.exists() and is_noted and not are_as_noted(note):
+        say(f"Data: {folder} is not as it was written, and is made anew.")
+        mode = "reuse_cache_if_exists"  # Of what is downloaded.
+    builder.download_and_prepare(download_mode=mode)
+    if not note.exists():
+        with suppress(PermissionError):  # Another user has made them.
+            note_files(note, sorted(folder.glob("*.arrow")))
+    return builder.as_dataset(split)
+
+
+def identity_of(source: Source) -> list[Any]:
+    """What changes when the data does. Unlike load_source(), this opens no data set, and so is always quick.
+
+    Local files are known by their size, their time, and a checksum of the small ones and of parts of the large ones.
+    """
     if source.files:
         files = list_files(source.files)
         try:
-            return [describe_files(builder_of(files), files).cache_dir]
+            kind = builder_of(files)
+            local = [file for file in files if "://" not in file]
+            remote = [file for file in files if "://" in file]
+            described = describe_files(kind, remote).cache_dir if remote else datasets.__version__
+            return [kind, described, list(map(real_path, files)), stamps_of(local)]
         except Exception:
             load_files(files)  # Raises what is wrong, with the name of the file.
             raise
     with explained(f"data: cannot load {source.path}", source.path):
         state = saved_state(source)
         if state:
-            files = [os.path.join(source.path, file["filename"]) for file in state["_data_files"]]
-            return [json.dumps([state, {os.path.realpath(file): stamp(file) for file in files}])]
-        # datasets names this folder by the files of the data set, and by their times or their revision.
-        return [datasets.load_dataset_builder(source.path, source.name).cache_dir, source.split]
+            return [state, stamps_of([os.path.join(source.path, file["filename"]) for file in state["_data_files"]])]
+        return [*identity_of_path(source.path, source.name), source.split]
+
+
+def identity_of_path(path: str, name: str | None) -> list[Any]:
+    """What datasets says of a data set from the Hub or in a folder, which it tells by names, times and revisions."""
+    cache = data_cache()
+    note = cache / "train-sources" / f"{hashed_key(path, name)}.json"
+    if is_read_only(cache) and not os.path.exists(path):
+        return json.loads(note.read_text())  # datasets would want to write here even to know it.
+    if is_read_only(cache):
+        with tempfile.TemporaryDirectory() as empty:
+            builder = datasets.load_dataset_builder(path, name, cache_dir=empty)
+            return [os.path.relpath(builder.cache_dir, empty), stamps_of(local_files(builder))]
+    builder = datasets.load_dataset_builder(path, name)
+    identity = [os.path.relpath(builder.cache_dir, cache), stamps_of(local_files(builder))]
+    if not os.path.exists(path):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(note, json.dumps(identity))
+    return identity
 
 
 def saved_state(source: Source) -> dict[str, Any] | None:
@@ -188,9 +266,9 @@ def read_files(builder: str, files: list[str]) -> datasets.Dataset:
     described = describe_files(builder, files)
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # It would drop cells that have no column.
-        described.download_and_prepare()
-    require(described.info.splits["train"].num_examples, "it has no rows")
-    return described.as_dataset("train")
+        documents = read(described, "train")
+    require(len(documents), "it has no rows")
+    return documents
 
 
 class TextFiles(Text):
@@ -206,9 +284,11 @@ class TextFiles(Text):
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     # datasets reads each name as a pattern. Escaped, a[1].txt is that file and nothing else.
     names = [file if "://" in file else glob.escape(file) for file in files]
-    described = datasets.load_dataset_builder(builder, data_files=names, **READING.get(builder, {}))
+    local = [file for file in files if "://" not in file]
+    cache = cache_of(local) if local else None
+    described = datasets.load_dataset_builder(builder, data_files=names, cache_dir=cache, **READING.get(builder, {}))
     if builder == "text":
-        return TextFiles(hash=described.hash, data_files=described.config.data_files)
+        return TextFiles(hash=described.hash, data_files=described.config.data_files, cache_dir=cache)
     return described
 
 

@@ -13,6 +13,7 @@ from samerun.data.chat import common_length, tokenize_chat
 from samerun.data.encode import Encoder
 from samerun.early import CORES
 from samerun.errors import UserError, explained, require, say
+from samerun.files import are_as_noted, note_files
 
 PART = 2**27  # Bytes of documents that are tokenized at a time. Of a launch that is killed, the parts before are kept.
 
@@ -37,7 +38,9 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
     encoder = Encoder(tokenizer, config.parse_special_tokens)
     parts = [documents.shard(count, number, contiguous=True) for number in range(count)]
     files = [folder / f"{number}-of-{count}.arrow" for number in range(1, count + 1)]
-    missing = [file for file in files if not is_complete(file)]
+    missing = [file for file in files if not are_as_noted(file.with_suffix(".json"))]
+    for file in missing:
+        clear(file)
     if missing:
         in_parts = f"; {len(missing)} of {count} parts are left to do" if count > 1 else ""
         say(f"Tokenizing {len(documents):,} documents{in_parts}.")
@@ -46,6 +49,8 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
         for part, file in zip(parts, files):
             tokenized.append(tokenize_part(part, done, config, encoder, file))
             done += len(part)
+            if file in missing:
+                note_files(file.with_suffix(".json"), [Path(made["filename"]) for made in tokenized[-1].cache_files])
             if file in missing and done < len(documents):
                 new += len(part)
                 rate = new / (time.monotonic() - started)
@@ -54,10 +59,12 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
     return datasets.concatenate_datasets(tokenized)
 
 
-def is_complete(part: Path) -> bool:
-    """Whether datasets has written all files of a part: one, or one from each of several processes."""
-    written = list(part.parent.glob(f"{part.stem}_*_of_*.arrow"))
-    return part.exists() or any(int(file.stem.split("_")[-1]) == len(written) for file in written)
+def clear(part: Path) -> None:
+    """Delete what there is of a part that is not complete, and which datasets would take for complete."""
+    if part.with_suffix(".json").exists():
+        say(f"Data: {part} is not as it was written, and is made anew.")
+    for file in part.parent.glob(f"{part.stem}[._]*"):  # datasets gives each of several processes a file of its own.
+        file.unlink()
 
 
 def tokenize_part(

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pandas as pd
 import transformers
@@ -16,16 +16,17 @@ from samerun.model.build import download_weights, model_config
 from samerun.model.tokenizer import load_tokenizer
 from samerun.plan import Stage, check_length, plan_table, say_if_idle
 from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
-from samerun.run.launch import go_offline_without_network, silence_libraries
+from samerun.run.launch import Stop, go_offline_without_network, silence_libraries
 
 
 def prepare(config: Config) -> None:
     """What --prepare does: all of a launch that needs the network or much time, without a device or weights."""
+    Stop().interrupt()
     silence_libraries()
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)
     lock = data_lock()
-    with take_at_once(lock), lock:
+    with take_at_once(lock), lock or nullcontext():
         train_data, eval_data = load_data(config.data, tokenizer, config.run.seed)
     found = model_config(config, len(tokenizer) if tokenizer else None)
     if config.model.pretrained:

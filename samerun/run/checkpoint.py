@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from samerun.cli import describe
 from samerun.errors import UserError, explained, is_main_process, require, say
-from samerun.files import checksum, replace_file, replace_folder
+from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.parallel.mesh import Parallelism
 
 
@@ -27,6 +28,7 @@ class Progress:
     step: NonNegativeInt = 0
     skipped_steps: NonNegativeInt = 0  # Steps without an update, because a number was not finite,
     skipped_in_a_row: NonNegativeInt = 0  # and how many of them were the last ones.
+    evaluated_step: NonNegativeInt = 0  # The last step with a complete evaluation.
     rows: NonNegativeInt = 0
     tokens: NonNegativeInt = 0  # Padding included.
     real_tokens: NonNegativeInt = 0
@@ -53,7 +55,8 @@ class Progress:
             self.best_loss, self.best_checkpoint = loss, checkpoint_name(self.step)
 
     def count_evaluation(self, loss: float) -> None:
-        """Note whether an evaluation has lowered the loss."""
+        """Note that the step is evaluated, and whether that has lowered the loss."""
+        self.evaluated_step = self.step
         if loss < self.lowest_loss:
             self.lowest_loss, self.evaluations_in_vain = loss, 0
         else:
@@ -72,9 +75,12 @@ class Progress:
 def progress_in(manifest: dict[str, Any]) -> Progress:
     """What a manifest says. Raises UserError if it is no progress."""
     try:
-        return TypeAdapter(Progress).validate_python(manifest)
+        progress = TypeAdapter(Progress).validate_python(manifest)
     except ValidationError as error:
         raise UserError(describe(error)) from None
+    if "evaluated_step" not in manifest:  # Older ones were written after the evaluation of their step.
+        progress.evaluated_step = progress.step
+    return progress
 
 
 def checkpoint_name(step: int) -> str:
@@ -102,13 +108,32 @@ def save_checkpoint(
     final = folder / checkpoint_name(manifest["step"])
     draft = folder / f".{final.name}.tmp"
     writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Returns when all have written.
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Until all have written.
+    except dcp.CheckpointException:
+        shutil.rmtree(draft, ignore_errors=True)  # Its disk may be full.
+        raise
     if not is_main_process():
         return
     files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(draft.iterdir())}
     replace_file(draft / "manifest.json", json.dumps({**manifest, "files": files}, indent=2))
+    with suppress(OSError):  # The checkpoint does not need them.
+        sync(folder.parent / "metrics.jsonl")  # The steps up to this one will not be logged again.
     replace_folder(draft, final)  # In its place can only be a damaged one, which find_checkpoint() passed over.
-    # A checkpoint of a later step is a damaged one, too. It must not count as one of those to keep.
+    delete_old(folder, keep, manifest)
+
+
+def note_in_checkpoint(folder: Path, keep: int, progress: dict[str, Any]) -> None:
+    """Note in the complete checkpoint of a step what has become known since, such as its evaluation loss."""
+    path = folder / checkpoint_name(progress["step"]) / "manifest.json"
+    if is_main_process():
+        replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2))
+        delete_old(folder, keep, progress)
+
+
+def delete_old(folder: Path, keep: int, manifest: dict[str, Any]) -> None:
+    """Keep the newest checkpoints up to that of the manifest, and the best one."""
+    # A checkpoint of a later step is a damaged one. It must not count as one of those to keep.
     up_to_now = [checkpoint for checkpoint in list_checkpoints(folder) if step_of(checkpoint) <= manifest["step"]]
     for old in up_to_now[:-keep]:
         if old.name != manifest["best_checkpoint"] and not old.is_symlink():

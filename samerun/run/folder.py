@@ -23,7 +23,8 @@ from filelock import FileLock, Timeout
 from samerun.config import Config
 from samerun.errors import UserError, explained, one_line, require, say
 from samerun.files import delete, replace_file
-from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, verify_checkpoint
+from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
+from samerun.run.launch import Stop, Stopped
 from samerun.yaml12 import to_yaml
 
 
@@ -41,6 +42,8 @@ class RunFolder:
         self.is_writer = accelerator.is_main_process
         self.lock = FileLock(self.path / ".lock")
         self.logged_step: int | None = None  # None until begin().
+        self.failure: OSError | None = None  # Of a log line.
+        self.is_ours = False  # Whether what is in the folder is of this run, as far as that is known.
         # Those that this launch will make, the innermost first. A refused launch removes them.
         self.new_folders = []
         if self.is_writer:
@@ -57,18 +60,35 @@ class RunFolder:
                     self.lock.acquire(timeout=self.PATIENCE)
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        """A launch that fails says why in status.json. One that was refused leaves no folder behind."""
-        if self.is_writer:
+    def __exit__(self, kind, error, traceback) -> bool:
+        """A launch that fails says why in status.json. One that was refused leaves no folder behind.
+
+        One that is stopped before its first step has failed in nothing: that is no error any more.
+        """
+        is_stopped = isinstance(error, Stopped)
+        if is_stopped:
+            if self.is_ours:
+                self.set_status("stopped", max(map(step_of, list_checkpoints(self.checkpoints)), default=0))
+            say(f"Stopped by {error} before the first step; the same command continues.")
+        elif self.is_writer:
             if error and self.logged_step is not None:
-                with suppress(OSError):  # The disk may be full.
-                    self.set_status("failed", self.logged_step, reason=one_line(error) or kind.__name__)
+                self.say_failed(one_line(error) or kind.__name__)
             with suppress(OSError):  # A parent may hold another run by now.
                 if self.new_folders and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()
                     for folder in self.new_folders:
                         folder.rmdir()
         # The lock stays until this process ends, or nobody refers to this object: the next launch begins after that.
+        return is_stopped
+
+    def say_failed(self, reason: str) -> None:
+        status = {"status": "failed", "step": self.logged_step, "reason": reason}
+        try:
+            self.set_status(**status)
+        except OSError:  # On a full disk there may still be the place that the file has already.
+            with suppress(OSError), open(self.path / "status.json", "r+") as file:
+                file.write(json.dumps(status) + "\n")
+                file.truncate()
 
     def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
         """What find_checkpoint() finds on the main process, for all ranks."""
@@ -76,8 +96,9 @@ class RunFolder:
         if self.is_writer:
             is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
-            found = [find_checkpoint(resume, self.checkpoints)]
             self.check_that_nothing_is_lost()
+            self.is_ours = True
+            found = [find_checkpoint(resume, self.checkpoints)]
         broadcast_object_list(found)
         is_shared = (self.path / ".lock").exists()
         require(is_shared, f"run.output_dir {self.path} is another folder on this machine; share one")
@@ -88,23 +109,23 @@ class RunFolder:
         if list_checkpoints(self.checkpoints):
             return  # It continues from them.
         status, model = self.read_status(), self.path / "model"
-        has_saved = status["status"] in ("stopped", "finished") and status["step"] > 0
+        has_saved = status["status"] in ("stopped", "finished") and status["step"] != 0
         other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
         require(not has_saved, f"run.output_dir: {other}; choose another folder")
         is_ours = status["status"] or not model.exists()
         require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
 
-    def begin(self, config: Config, step: int) -> None:
-        """Prepare the folder for the steps after `step`: delete what a killed launch left half done, forget the metrics
-        of later steps, and write down config and status."""
+    def begin(self, config: Config, progress: Progress) -> None:
+        """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
+        what will be done again, and write down config and status."""
         if not self.is_writer:
             return
         for leftover in self.leftovers():
             delete(leftover)
-        self.forget_metrics_after(step)
+        self.forget_metrics_after(progress)
         settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
         replace_file(self.path / "config.yaml", f"{settings}# {json.dumps(library_versions())}\n")
-        self.log_status(step)
+        self.log_status(progress.step)
 
     def log_status(self, step: int) -> None:
         """The run goes on, and has come to this step."""
@@ -118,24 +139,35 @@ class RunFolder:
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
         return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Later steps will be logged again. A last line that was cut short is removed, too."""
-        metrics = self.path / "metrics.jsonl"
+    def forget_metrics_after(self, progress: Progress) -> None:
+        """Later steps and evaluations will be logged again. A last line that was cut short is removed, too."""
+
+        def is_done(line: dict[str, Any]) -> bool:
+            return line["step"] <= (progress.evaluated_step if "eval/loss" in line else progress.step)
+
+        metrics = Path(os.path.realpath(self.path / "metrics.jsonl"))  # A link stays one.
+        is_usable = metrics.is_file() or (not metrics.exists() and metrics.parent.is_dir())
+        require(is_usable, f"run.output_dir: {self.path}/metrics.jsonl is neither a file nor a link to one; remove it")
         metrics.touch()
         with explained(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= step]
+            kept = [line for line in whole if is_done(json.loads(line))]
         replace_file(metrics, "".join(kept))
 
     def set_status(self, status: str, step: int, **more: str) -> None:
         if self.is_writer:
-            replace_file(self.path / "status.json", json.dumps({"status": status, "step": step, **more}))
+            text = json.dumps({"status": status, "step": step, **more})
+            replace_file(self.path / "status.json", text, lasting=status != "running")
 
-    def is_finished(self) -> bool:
-        """Whether nothing is left to do: the same answer on all ranks, however late a network disk shows them a file. A
-        model that the user has deleted is exported again."""
-        answer = [self.read_status()["status"] == "finished" and (self.path / "model").exists()]
+    def is_finished(self, step: int) -> bool:
+        """Whether nothing is left to do after this step: the same answer on all ranks, however late a network disk is.
+
+        A model that the user has deleted is exported again.
+        """
+        status = self.read_status()
+        is_over = status["status"] == "finished" and status["step"] == step
+        answer = [is_over and (self.path / "model").exists()]
         broadcast_object_list(answer)
         return answer[0]
 
@@ -149,12 +181,21 @@ class RunFolder:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write to metrics.jsonl and to the trackers. JSON knows no NaN or infinity: they become null."""
         metrics = {name: None if is_not_finite(value) else value for name, value in metrics.items()}
-        if self.is_writer:
-            with open(self.path / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
-            self.log_status(step)
         known = {name: value for name, value in metrics.items() if value is not None}
-        self.accelerator.log(known, step=step)
+        try:
+            if self.is_writer:
+                with open(self.path / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps({"step": step, **metrics}) + "\n")
+                self.log_status(step)
+            self.accelerator.log(known, step=step)
+        except OSError as error:  # A checkpoint may have another disk, or others may make room in time.
+            self.failure = self.failure or error
+            Stop.requested = "a disk that fails"
+
+    def check(self) -> None:
+        """Raises what went wrong with a log line. All ranks have saved by now."""
+        if self.failure:
+            raise self.failure
 
 
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:

@@ -19,54 +19,82 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, memory
 from safetensors import SafetensorError
 
+from samerun import early
 from samerun.config import Config
 from samerun.early import CORES
-from samerun.errors import UserError, explained, is_main_process, one_line, require, say
+from samerun.errors import UserError, explained, is_full, is_main_process, one_line, require, say
 from samerun.parallel.layout import Layout, layout_of
 from samerun.plan import Plan
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has come while what goes on is not needed for a checkpoint."""
+
+
 class Stop:
-    """Stops all ranks after the same step when any of them gets a signal."""
+    """What to do when a signal comes. From join() on, it stops all ranks after the same step."""
 
     requested = ""  # The name of the signal. It is the process's, as signals are.
 
-    def __init__(self, accelerator: Accelerator):
-        self.group = new_host_group(accelerator)
+    def __init__(self):
         Stop.requested = ""
-        self.since = 0.0
+        self.interrupts = self.joined = False
+        self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
+        self.group: dist.ProcessGroup | None = None
         self.launcher = os.getppid()
         self.is_orphan = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # That of a terminal that is closed, but for nohup.
             signal.signal(signal.SIGHUP, self.on_signal)
+        for number in early.earlier_signals:
+            Stop.requested = signal.Signals(number).name
+
+    def interrupt(self) -> None:
+        """From now on a signal raises Stopped at once. So does one that has come before."""
+        self.interrupts = True
+        if self.requested:
+            raise Stopped(self.requested)
+
+    def join(self, accelerator: Accelerator) -> None:
+        """From now on a signal only makes all ranks stop when agreed() asks for it."""
+        self.interrupts, self.joined = False, True
+        self.group = new_host_group(accelerator)
 
     def on_signal(self, number: int, frame) -> None:
-        # A signal often comes twice, from the terminal and from the launcher, and once more when the launcher ends.
-        # Any other one that comes more than 2 s after the first means: stop at once.
-        now = time.monotonic()
+        if number == signal.SIGINT:
+            # It often comes twice, from the terminal and from the launcher. But a second Ctrl-C means: stop at once.
+            now = time.monotonic()
+            self.interrupted_since = self.interrupted_since or now
+            if now - self.interrupted_since > 2:
+                os._exit(1)
         launcher_has_ended = os.getppid() != self.launcher and not self.is_orphan
-        if self.requested and now - self.since > 2 and not launcher_has_ended:
-            os._exit(1)
         if launcher_has_ended:
             self.is_orphan = True
             if self.group:  # Time to save, and then the end: if another rank is dead, this one would wait forever.
                 signal.alarm(20)
+        is_first = not self.requested
         Stop.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self.since = self.since or now
-        if is_main_process():
+        if self.interrupts or (number == signal.SIGINT and not self.joined):
+            if is_first:
+                raise Stopped(self.requested)
+        elif self.joined and is_main_process():
             with suppress(OSError):  # Ctrl-C has ended `| tee log` as well.
                 # Not by print(), because that may be what the signal has interrupted.
                 os.write(1, f"\n{self.requested}: saving after this step.\n".encode())
 
     def agreed(self) -> bool:
-        """Whether to stop now: the same answer on every rank. Call it once per step."""
+        """Whether to stop now: the same answer on every rank, all of which must ask."""
         if not self.group:
             return bool(self.requested)
         wish = torch.tensor(float(bool(self.requested)))
         dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
         return bool(wish)
+
+    def check(self) -> None:
+        """Raises Stopped on all ranks if any of them has got a signal."""
+        if self.agreed():
+            raise Stopped(self.requested)
 
 
 def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
@@ -77,6 +105,7 @@ def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
 def start_accelerator(config: Config) -> Accelerator:
     """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
     silence_libraries()
+    check_environment()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch always says 1.
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -112,6 +141,14 @@ def start_accelerator(config: Config) -> Accelerator:
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
     return accelerator
+
+
+def check_environment() -> None:
+    """Raises UserError for what a launcher would not say."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        value = os.environ.get(name, "0")
+        advice = "unset it, or start by accelerate launch"
+        require(value.isdecimal(), f"the environment variable {name} is {value!r}, and no number; {advice}")
 
 
 def groups_for_accelerate(layout: Layout) -> accelerate.parallelism_config.ParallelismConfig | None:
@@ -203,6 +240,9 @@ def exit_status(stopped: bool, stop: Stop) -> int:
 
 def report(error: BaseException) -> int:
     """One message for what may happen to a run, and its exit status. Raises the error again if it is a bug."""
+    if isinstance(error, Stopped):
+        say(f"Stopped by {error}; the same command continues.")
+        return 1
     lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # The rank at the other end says why.
     if lost and Stop.requested:  # The launcher has asked all ranks to end, because one of them has failed.
         return 1
@@ -216,5 +256,9 @@ def report(error: BaseException) -> int:
     if not (disk or lost or expected):
         raise error
     note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
+    if "temporary directory" in str(error):
+        note = "; set TMPDIR to a folder that can be written"
+    if is_full(error):
+        note = f"; make room there{note}"
     print(f"error: {str(error) or type(error).__name__}{note}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, UserError) else 1

@@ -1,12 +1,14 @@
 """Means per target, per source; what is printed; curves."""
 
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from tqdm.auto import tqdm
 
 from samerun.data.batches import MicroBatch
 from samerun.data.rows import Mixture
@@ -18,23 +20,31 @@ from samerun.run.setup import Setup
 
 
 def draw_curves(folder: Path) -> None:
-    """curves.png from metrics.jsonl: loss and throughput against tokens."""
-    from matplotlib.figure import Figure  # Not at the top of the file, because only the end of a run needs it.
+    """curves.png from metrics.jsonl: loss, throughput and learning rate against tokens."""
+    from matplotlib.figure import Figure  # Not at the top of the file, because a launch begins without it.
 
     lines = pd.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
+    lines = lines.reindex(columns=lines.columns.union(["train/tokens", "plan/num_processes"]))
+    lines["train/tokens"] = lines["train/tokens"].astype(float).ffill() / 1e6
+    continued = lines["train/tokens"][lines["plan/num_processes"].notna() & (lines["step"] > 0)].dropna()
+    figure = Figure(figsize=(16, 4.5), layout="constrained")
+    loss, speed, rate = figure.subplots(1, 3, width_ratios=(3, 2, 2))
 
     def draw(key: str, axes, style: str) -> None:
         points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
-        points["train/tokens"] /= 1e6
         points.plot("train/tokens", key, ax=axes, style=style, xlabel="tokens (millions)")
 
     draw("train/loss", loss, "-")
     draw("eval/loss", loss, "o-")
     draw("perf/tokens_per_second", speed, "-")
+    draw("train/learning_rate", rate, "-")
+    for axes in loss, speed, rate:
+        for number, place in enumerate(continued):
+            axes.axvline(place, color="gray", linestyle=":", label="continued" if number == 0 else None)
+        axes.legend()
     loss.set(title="Loss", ylabel="nats per token")
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
+    rate.set(title="Learning rate", ylim=(0, None))
     figure.savefig(folder / "curves.png", dpi=110)
 
 
@@ -83,14 +93,18 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
 SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
 
 
-def show(step: int, max_steps: int, metrics: dict[str, Any]) -> None:
-    """Print the line of a step."""
+def show(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float | None) -> None:
+    """Print the line of a step. Where no progress bar does, it says how long the run will take."""
     line = f"step {step:,}/{max_steps:,}"
     for name in SHOWN:
         value = metrics.get(name)
         if value is not None:
             shown = f"{value:,.0f}" if value > 999 else f"{value:.4g}"
             line += f"  {name} {shown}"
+    if "train/epoch" in metrics and not sys.stderr.isatty():
+        line += f"  epoch {metrics['train/epoch']:.4g}"
+        if seconds_left is not None:
+            line += f"  {tqdm.format_interval(seconds_left)} left"
     say(line)
 
 

@@ -107,6 +107,11 @@ class Meter:
         }
         return {f"perf/{name}": rate for name, rate in rates.items()}
 
+    def seconds_left(self, steps: int) -> float | None:
+        """How long so many steps will take, with all that has come between them so far. None before the second one."""
+        seconds = sum(self.seconds.values()) - self.seconds["startup"] - self.seconds["warmup"]
+        return steps * seconds / self.counts["steps"] if self.counts["steps"] else None
+
     def divide_by_device(self, seconds: Counter, busy: float) -> None:
         """Divide the training time of the window among its phases as the device did.
 

@@ -1,5 +1,6 @@
 """Save in the background; continue a run, or refuse."""
 
+import re
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -7,21 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from samerun.config import Config, flatten, may_change
+from samerun.config import ROW_ORDER, ROWS, Config, flatten, may_change
 from samerun.data.order import ORDER, shuffle
 from samerun.errors import UserError, require, say
-from samerun.run.checkpoint import Progress, load_checkpoint, progress_in, save_checkpoint, verify_checkpoint
-from samerun.run.folder import kept_best, library_versions
+from samerun.run.checkpoint import (
+    Progress,
+    load_checkpoint,
+    note_in_checkpoint,
+    progress_in,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from samerun.run.folder import RunFolder, kept_best, library_versions
 from samerun.run.launch import new_host_group
 from samerun.run.setup import Setup
 
 
 def flat_config(setup: Setup) -> dict[str, Any]:
     """The config by dotted names, and the rows and their order: what must stay the same when a run is continued."""
-    rows = {"data fingerprint": setup.train_data.fingerprint(), "order of the rows": ORDER}
-    return flatten({**setup.config.model_dump(), **rows})
+    return flatten({**setup.config.model_dump(), ROWS: setup.train_data.fingerprint(), ROW_ORDER: ORDER})
 
 
 def run_record(setup: Setup) -> dict[str, Any]:
@@ -56,8 +64,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
         return Progress()
 
     checkpoint, manifest = found
-    if not run.allow_changes:
-        check_unchanged(type(setup.config), checkpoint, manifest["config"], record["config"])
+    check_unchanged(setup, checkpoint, manifest["config"], record["config"])
     progress = progress_in(manifest)
     require(
         progress.step <= setup.max_steps,
@@ -71,34 +78,63 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
-    if not setup.is_over(progress) or not setup.folder.is_finished():
+    if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(checkpoint, setup.parallel, setup.model, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 
 
-def check_unchanged(kind: type[Config], checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raises UserError if the config or the data has changed so much that this would be another run."""
-    require(
-        theirs.get("order of the rows") == ORDER,
-        f"{checkpoint} is of another version of train.py, which shuffles the rows in another order. Finish the run "
-        "with that version, choose a new run.output_dir, or continue in the new order: --run.allow_changes true",
-    )
+def is_finished_already(folder: RunFolder, config: Config, found: tuple[Path, dict] | None) -> bool:
+    """Whether a run with this very config, but for where it lies, is finished: the same answer on all ranks."""
+    if found is None:
+        return False
+    theirs, ours = found[1]["config"], flatten(config.model_dump())
+    places = {"run.output_dir", "run.resume"}
+    is_same = [all(name in theirs and theirs[name] == ours[name] for name in ours.keys() - places)]
+    broadcast_object_list(is_same)
+    return is_same[0] and folder.is_finished(found[1]["step"])
+
+
+def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
+    advice = "Raise run.patience" if config.run.patience and step < max_steps else "Add steps"
+    say(f"Finished already: {folder.path}, step {step:,}. {advice}, or choose a new run.output_dir.")
+
+
+# Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
+PLACES = re.compile(r"data\.(sources\.[\w-]+\.)?(path|name|files|split|tokenizer|chat_template)")
+
+
+def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises UserError if the config or the data has changed so much that this would be another run.
+
+    Says which of the changes run.allow_changes lets pass.
+    """
+    kind, allowed = type(setup.config), setup.config.run.allow_changes
     defaults = flatten(kind.model_construct().model_dump())  # For settings that are newer than the checkpoint.
-    changed = []
+    same_rows = theirs.get(ROWS) == ours[ROWS]
+    changed, passed = {}, {}
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if before != now and not may_change(kind, name):
-            changed.append(f"  {name}: {before!r} in the checkpoint, {now!r} now")
+        if before == now or may_change(kind, name) or (same_rows and PLACES.fullmatch(name)):
+            continue
+        is_allowed = any(f"{name}.".startswith(f"{setting}.") for setting in allowed)
+        (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
+    if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
+        changed[ROWS] += ". The chat template writes today's date: fix the date in a template of your own"
+    if ROW_ORDER in changed:
+        changed[ROW_ORDER] += ". Another version of train.py shuffled them: finish the run with that version"
     if changed:
-        advice = "Choose a new run.output_dir, or continue with these changes: --run.allow_changes true"
-        raise UserError("\n".join([f"{checkpoint} is of another config:", *changed, advice]))
+        words = ", ".join([*passed, *changed])
+        advice = f"Choose a new run.output_dir, or continue with these changes: --run.allow_changes '[{words}]'"
+        raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
+    if passed:
+        say("\n".join(["run.allow_changes: this run goes on with other settings:", *passed.values()]))
 
 
 class Saver:
     """Saves checkpoints in the background, one at a time."""
 
-    def __init__(self, setup: Setup, record: dict[str, Any], step: int):
+    def __init__(self, setup: Setup, record: dict[str, Any], found: tuple[Path, dict] | None):
         self.setup = setup
         self.folder = setup.folder.checkpoints
         self.record = record
@@ -106,19 +142,27 @@ class Saver:
         # Not a DefaultStager: that of torch 2.11 and 2.12 fails the second time.
         self.stager = StateDictStager(pin_memory=setup.accelerator.device.type == "cuda")
         self.pool = ThreadPoolExecutor(1)
-        self.pending: Future | None = None
-        self.saved_step = step
+        self.pending: list[Future] = []
+        self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
+        if found and found[0].parent == self.folder:
+            self.saved_step = found[1]["step"]
 
     def save(self, progress: Progress) -> None:
-        """Returns as soon as the state is copied to the memory of the host."""
+        """Returns as soon as the state is copied to the memory of the host.
+
+        If the step has a checkpoint already, only its manifest is written anew, once it is complete.
+        """
+        keep = self.setup.config.run.keep_checkpoints
+        if progress.step == self.saved_step:
+            self.pending.append(self.pool.submit(note_in_checkpoint, self.folder, keep, asdict(progress)))
+            return
         self.wait()
         state = self.stager.stage(self.setup.parallel.state(self.setup.model, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
-        keep = self.setup.config.run.keep_checkpoints
-        self.pending = self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group)
+        self.pending.append(self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group))
         self.saved_step = progress.step
 
     def wait(self) -> None:
         """Raises what went wrong with the last save."""
-        if self.pending:
-            self.pending.result()
+        while self.pending:
+            self.pending.pop(0).result()

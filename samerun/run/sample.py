@@ -9,6 +9,7 @@ from samerun.data.encode import Encoder
 from samerun.errors import explained, require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
+from samerun.run.launch import Stop
 from samerun.run.setup import Setup
 
 
@@ -53,13 +54,17 @@ def has_position(bare: torch.nn.Module, position: int) -> bool:
     return True
 
 
-def sample(setup: Setup) -> dict[str, str]:
-    """Continuations of the prompts. All ranks make the same ones, because sharded weights need all ranks."""
+def sample(setup: Setup, stop: Stop) -> dict[str, str]:
+    """Continuations of the prompts. All ranks make the same ones, because sharded weights need all ranks.
+
+    Raises Stopped at a signal, before the next prompt.
+    """
     config, tokenizer, accelerator = setup.config.eval, setup.tokenizer, setup.accelerator
     setup.model.eval()
     torch.manual_seed(setup.config.run.seed)
     samples = {}
     for number, text in enumerate(config.prompts):
+        stop.check()
         prompt = encode_prompt(text, setup.config, tokenizer).to(accelerator.device)
         # Not compiled, because the lengths change, and with the masks of transformers.
         with (

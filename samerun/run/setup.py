@@ -51,11 +51,18 @@ class Setup:
         return step == self.max_steps or (every > 0 and step % every == 0)
 
     def is_over(self, progress: Progress) -> bool:
-        """Whether there is no further step: all are done, or too many evaluations were in vain. All ranks have the same
-        progress, so they give the same answer."""
+        """Whether nothing is left but the export: all steps are done, or too many evaluations were in vain. All ranks
+        have the same progress, so they give the same answer."""
+        if self.lacks_evaluation(progress):
+            return False
         if self.config.run.patience and progress.evaluations_in_vain >= self.config.run.patience:
             return True
         return progress.step >= self.max_steps
+
+    def lacks_evaluation(self, progress: Progress) -> bool:
+        """Whether the last step is to be evaluated, and is not yet."""
+        is_due = self.eval_data and self.is_due(progress.step, self.config.run.eval_every)
+        return bool(is_due) and progress.evaluated_step < progress.step
 
     @property
     def plan(self) -> Plan:

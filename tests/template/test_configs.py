@@ -19,6 +19,7 @@ from helpers import ROOT, run, tiny_model
 from shipped import CONFIGS, LAUNCHERS
 from test_finetune import byte_tokenizer
 
+import train
 from samerun.cli import load_config
 
 
@@ -98,6 +99,14 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     adapted = (done.folder / "model" / "adapter_model.safetensors").exists()
     assert adapted == bool(config["model"].get("lora"))
     assert adapted or done.weights
+
+
+def test_the_memory_of_the_large_run_is_planned_without_network(capsys):
+    """A newcomer asks for it first. The size of its vocabulary is in the file."""
+    file = ROOT / "configs" / "pretrain_1b.yaml"
+    assert train.main(["--config", str(file), "--perf.device_memory_gib", "80", "--plan", "8"]) == 0
+    output = capsys.readouterr().out
+    assert "GiB per device, DDP" in output and "Hub" not in output
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
