@@ -4,11 +4,10 @@ import itertools
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import xxhash
 
 from samerun.data.order import running_sum
-
-BATCH = 10_000  # Documents that are read at a time.
 
 
 def hash_documents(documents: datasets.Dataset) -> np.ndarray:
@@ -17,15 +16,16 @@ def hash_documents(documents: datasets.Dataset) -> np.ndarray:
     It is 0 for a document of fewer than two tokens, which has nothing to learn or to evaluate. Two different documents
     of 1e7 have the same number with a probability of 1e14 / 2 / 2**64 = 3e-6.
     """
-    column, found = documents.column_names[0], []
-    for batch in documents.select_columns(column).with_format("arrow").iter(BATCH):
-        for lists in batch[column].chunks:
-            ends = running_sum(lists.value_lengths().to_numpy())
-            ids = memoryview(lists.flatten().to_numpy().astype(np.int32))
-            pairs = itertools.pairwise(ends.tolist())
-            hashes = [xxhash.xxh3_64_intdigest(ids[begin:end]) if end > begin + 1 else 0 for begin, end in pairs]
-            found.append(np.array(hashes, np.uint64).view(np.int64))
-    return np.concatenate(found)
+    found = []
+    # All rows of the table, also where the documents are some of them: datasets takes longer to gather these.
+    for lists in documents.data.column(documents.column_names[0]).chunks:
+        ends = running_sum(pc.fill_null(lists.value_lengths(), 0).to_numpy())
+        ids = memoryview(lists.flatten().to_numpy().astype(np.int32))
+        pairs = itertools.pairwise(ends.tolist())
+        hashes = [xxhash.xxh3_64_intdigest(ids[begin:end]) if end > begin + 1 else 0 for begin, end in pairs]
+        found.append(np.array(hashes, np.uint64).view(np.int64))
+    hashes = np.concatenate(found)
+    return hashes if documents._indices is None else hashes[documents._indices.column(0).to_numpy()]
 
 
 def are_among(hashes: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
