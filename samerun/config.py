@@ -107,6 +107,8 @@ class Run(Section):
     """Settings that decide what a run learns, and may all the same differ from the checkpoint that it continues."""
     max_skipped_steps: MayChange[NonNegativeInt] = 0
     """How many updates in a row may be skipped because a number is not finite."""
+    timeout_minutes: MayChange[PositiveFloat] = 30
+    """Minutes without a word from another process after which it is lost, and the run ends. Work may take longer."""
     trackers: MayChange[Texts] = ["tensorboard"]
     """Accelerate's trackers that get every metric, such as tensorboard and wandb."""
 

@@ -7,12 +7,23 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import datasets
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tqdm.auto import tqdm
+
+LOST = ("onnection", "Timed out waiting")  # In what gloo says, whose errors are plain RuntimeErrors.
 
 
 class UserError(ValueError):
     """A mistake in the config, the data, a checkpoint or the launch. It ends in one message and exit status 2."""
+
+
+class AgreedError(UserError):
+    """One that all ranks raise: the main process alone says it."""
+
+
+class LostRank(RuntimeError):
+    """Another rank has ended, or no longer answers."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -22,13 +33,15 @@ def require(condition: Any, message: str) -> None:
 
 @contextmanager
 def explained(what: str, name: str | None = None):
-    """Turn any error of a library about something that the user named into one UserError."""
+    """Turn any error of a library about something that the user named into one UserError, but not a lost rank."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
         if interrupt := interruption(error):
             raise interrupt from None
         cause = original(error)
+        if is_lost_rank(cause):
+            raise
         if is_full(cause) or "temporary directory" in str(cause):
             raise cause from error  # What the user named is not to blame.
         hint = ""
@@ -57,6 +70,13 @@ def original(error: BaseException) -> BaseException:
     if isinstance(error, datasets.exceptions.DatasetsError) and error.__cause__:
         return error.__cause__
     return error
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether another rank has ended, or no longer answers. That one may know why."""
+    if isinstance(error, LostRank | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
 
 
 @contextmanager

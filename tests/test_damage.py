@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from transformers import LlamaForCausalLM
 
 import train
+from samerun.meeting import Meeting
 from samerun.run.checkpoint import find_checkpoint, progress_in
 from samerun.run.launch import Stop
 
@@ -126,7 +127,7 @@ def test_damaged_fields_of_a_manifest(copy):
         if change == "gone":
             del damaged[name]
         (newest / "manifest.json").write_text(json.dumps(damaged))
-        found, manifest = find_checkpoint("auto", copy / "checkpoints")
+        found, manifest = find_checkpoint("auto", copy / "checkpoints", Meeting(1))
         progress_in(manifest)
         if found != newest:
             passed_over.add((name, str(change)))
@@ -139,7 +140,7 @@ def test_damaged_fields_of_a_manifest(copy):
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "1", "NaN", "\x00"])
 def test_manifests_that_are_none(copy, text):
     (copy / "checkpoints" / "step-00000006" / "manifest.json").write_text(text)
-    assert find_checkpoint("auto", copy / "checkpoints")[0].name == "step-00000004"
+    assert find_checkpoint("auto", copy / "checkpoints", Meeting(1))[0].name == "step-00000004"
 
 
 def test_checkpoints_on_another_disk(whole, copy, tmp_path):

@@ -12,6 +12,7 @@ FLOORS = {
     "errors": 1,
     "files": 1,
     "yaml12": 1,
+    "meeting": 2,
     "config": 2,
     "plan": 2,
     "cli": 3,

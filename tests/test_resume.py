@@ -276,7 +276,8 @@ def test_run_folder(whole):
     resolved = yaml.safe_load(text)
     assert resolved["optim"].items() >= config["optim"].items()
     assert resolved["optim"]["decay_fraction"] == 1.0  # A default, too, is resolved.
-    assert json.loads(text.splitlines()[-1].removeprefix("# ")) == manifest["versions"]
+    notes = [json.loads(line.removeprefix("# ")) for line in text.splitlines()[-2:]]
+    assert notes == [manifest["versions"], manifest["launch"]]
     # What is resolved is a config like any other, here of the run that it is from.
     assert "Finished already" in run(done.folder.parent, resolved).output
 

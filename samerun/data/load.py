@@ -4,7 +4,6 @@ import os
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import datasets
-from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
 from samerun.config import Data, Source, eval_setting, evaluation_title, rows_per_block
@@ -12,6 +11,7 @@ from samerun.data.index import load_rows
 from samerun.data.rows import Dataset, Mixture
 from samerun.data.sources import cannot_use, data_cache, is_read_only
 from samerun.errors import explained, require, say, within
+from samerun.meeting import Meeting
 
 
 def load_training_rows(
@@ -75,12 +75,12 @@ def take_at_once(lock: FileLock | None) -> ExitStack:
 
 
 @contextmanager
-def turn_to_load_data(accelerator: Accelerator):
+def turn_to_load_data(meeting: Meeting):
     """One process per cache tokenizes. The others wait for the lock, outside any collective, and find the result."""
     with ExitStack() as turn:
         lock = data_lock()
-        if accelerator.is_main_process:  # It goes first, because it alone can tell how far it is.
+        if meeting.rank == 0:  # It goes first, because it alone can tell how far it is.
             turn.enter_context(take_at_once(lock))
-        accelerator.wait_for_everyone()
+        meeting.gather(None)
         turn.enter_context(lock or nullcontext())
         yield

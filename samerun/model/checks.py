@@ -6,32 +6,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config
 from samerun.data.batches import collate
 from samerun.errors import explained, require, say
+from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs
 from samerun.plan import Stage
 
 
-def check_model(bare: torch.nn.Module, config: Config, accelerator: Accelerator, loss_of: Callable) -> None:
+def check_model(bare: torch.nn.Module, config: Config, meeting: Meeting, loss_of: Callable) -> None:
     """Raises UserError if a token sees what it must not, or if packing or chunks change the loss.
 
     The main process tries it out, and settles on the attention for all ranks.
     """
     can_be_tried = bare.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)  # Others need a GPU.
-    if accelerator.is_main_process and can_be_tried:
+    if meeting.rank == 0 and can_be_tried:
         settle_attention(bare, config.data.packing, loss_of)
         check_loss(bare, config.data.packing, config.model.chunked_loss, loss_of)
-    attention = [bare.config._attn_implementation]
-    broadcast_object_list(attention)
-    if attention[0] != bare.config._attn_implementation:
-        bare.set_attn_implementation(attention[0])
+    settled = meeting.gather(bare.config._attn_implementation)[0]
+    if settled != bare.config._attn_implementation:
+        bare.set_attn_implementation(settled)
     if config.model.attention == "sdpa" and not joins_documents(bare):
         say(f"Rows are padded, because a {bare.config.model_type} does not keep documents apart in a single row.")
 

@@ -1,6 +1,7 @@
 """Checkpoints: written, verified, found, loaded."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
 from samerun.errors import UserError, explained, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
+from samerun.meeting import Meeting
 from samerun.parallel.mesh import Parallelism
 
 
@@ -109,13 +113,14 @@ def save_checkpoint(
     draft = folder / f".{final.name}.tmp"
     writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
     try:
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)  # Until all have written.
+        metadata = dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     except dcp.CheckpointException:
         shutil.rmtree(draft, ignore_errors=True)  # Its disk may be full.
         raise
+    files = written_files(draft, group)
     if not is_main_process():
         return
-    files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(draft.iterdir())}
+    check_is_whole(draft, files, metadata.state_dict_metadata)
     replace_file(draft / "manifest.json", json.dumps({**manifest, "files": files}, indent=2))
     with suppress(OSError):  # The checkpoint does not need them.
         sync(folder.parent / "metrics.jsonl")  # The steps up to this one will not be logged again.
@@ -141,8 +146,53 @@ def delete_old(folder: Path, keep: int, manifest: dict[str, Any]) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def verify_checkpoint(folder: Path) -> dict:
-    """The manifest. Raises UserError that names the file that is missing, cut short or altered."""
+def written_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, list[int]]:
+    """On the main process, size and checksum of each file that the ranks have written. Each reads its own again."""
+    rank = dist.get_rank(group) if group else 0
+    own = sorted(draft.glob(f"shard-{rank + 1:05}-*"))  # Named by HuggingFaceStorageWriter; a rank may have none.
+    told = [{path.name: [path.stat().st_size, checksum(path)] for path in own}]
+    if group:
+        own_files = told[0]
+        told = [{}] * dist.get_world_size(group)
+        dist.gather_object(own_files, told if rank == 0 else None, group=group, group_dst=0)
+    return {name: size_and_sum for files in told for name, size_and_sum in files.items()}
+
+
+def check_is_whole(draft: Path, files: Iterable[str], planned: dict[str, TensorStorageMetadata]) -> None:
+    """Raises OSError unless the files hold all that was to be saved, and nothing else."""
+    missing = {name: tensor.size.numel() for name, tensor in planned.items()}
+    for file in files:
+        with safe_open(draft / file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  It is no dictionary.
+                missing[name] = missing.get(name, 0) - math.prod(opened.get_slice(name).get_shape())
+    wrong = [name for name, numbers in missing.items() if numbers]
+    if wrong:
+        raise OSError(f"{draft} lacks parts of {len(wrong)} of {len(planned)} tensors, such as {min(wrong)}")
+
+
+def verify_checkpoint(folder: Path, meeting: Meeting) -> dict:
+    """The manifest. All ranks call it, and each checks some of the files.
+
+    Raises UserError, on all ranks, that names the file that is missing, cut short or altered.
+    """
+    manifest, *_ = meeting.together(lambda: read_manifest(folder) if meeting.rank == 0 else None)
+    largest_first = sorted(manifest["files"].items(), key=lambda file: file[1], reverse=True)
+    share = largest_first[meeting.rank :: meeting.size]
+    meeting.together(lambda: check_files(folder, share))
+    return manifest
+
+
+def check_files(folder: Path, files: list[tuple[str, list[int]]]) -> None:
+    """Raises UserError for one that is not as it was written, by (name, [size, checksum])."""
+    with explained(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
+        for name, (size, crc) in files:
+            path = folder / name
+            if path.stat().st_size != size or checksum(path) != crc:
+                raise OSError(f"{path} is not as it was written: its size or checksum differs")
+
+
+def read_manifest(folder: Path) -> dict:
+    """Raises UserError if it is not one, or its folder no checkpoint."""
     is_model = (folder / "config.json").is_file() and not (folder / "manifest.json").exists()
     require(not is_model, f"{folder} is a model, and no checkpoint of this script; give it as model.pretrained")
     inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
@@ -155,15 +205,32 @@ def verify_checkpoint(folder: Path) -> dict:
         progress_in(manifest)
         others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
         require(not others, f"{min(others, default='')} beside it is not of it, and would be read; move it away")
-        for name, (size, crc) in manifest["files"].items():
-            path = folder / name
-            if path.stat().st_size != size or checksum(path) != crc:
-                raise OSError(f"{path} is not as it was written: its size or checksum differs")
+        are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
+        require(are_sizes_and_sums, "its files are not listed by size and checksum")
         return manifest
 
 
-def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
+def find_checkpoint(resume: str, folder: Path, meeting: Meeting) -> tuple[Path, dict] | None:
     """The newest checkpoint that passes verify_checkpoint(), and its manifest. None: start at step 0.
+
+    All ranks call it and get the same: the main process looks into the folder.
+    """
+    found, *_ = meeting.together(lambda: checkpoints_to_try(resume, folder) if meeting.rank == 0 else None)
+    damage = None
+    for checkpoint in map(Path, found):
+        try:
+            return checkpoint, verify_checkpoint(checkpoint, meeting)
+        except UserError as error:
+            damage = error
+            if str(checkpoint) != found[-1]:
+                say(f"Checkpoint passed over: {error}")
+    if damage:
+        raise damage
+    return None
+
+
+def checkpoints_to_try(resume: str, folder: Path) -> list[str]:
+    """The best one first.
 
     The folder's own checkpoints go first, so that a run that began with the one that `resume` names can go on.
     """
@@ -177,17 +244,7 @@ def find_checkpoint(resume: str, folder: Path) -> tuple[Path, dict] | None:
         if found:
             say(f"run.resume {resume} is not read, because {folder} has checkpoints of this run.")
         found = found or [Path(resume)]
-    damage = None
-    for checkpoint in found:
-        try:
-            return checkpoint, verify_checkpoint(checkpoint)
-        except UserError as error:
-            damage = error
-            if checkpoint != found[-1]:
-                say(f"Checkpoint passed over: {error}")
-    if damage:
-        raise damage
-    return None
+    return list(map(str, found))
 
 
 def load_checkpoint(

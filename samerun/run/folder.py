@@ -1,10 +1,10 @@
 """run.output_dir: its lock, status, metrics and config."""
 
-import functools
 import json
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from samerun.config import Config
 from samerun.errors import UserError, explained, one_line, require, say
 from samerun.files import delete, replace_file
+from samerun.meeting import Meeting
 from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
 from samerun.run.launch import Stop, Stopped
 from samerun.yaml12 import to_yaml
@@ -35,7 +36,8 @@ class RunFolder:
     # 30 s under torchrun.
     PATIENCE = 45
 
-    def __init__(self, path: str, accelerator: Accelerator):
+    def __init__(self, path: str, accelerator: Accelerator, meeting: Meeting):
+        self.meeting = meeting
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.accelerator = accelerator
@@ -91,18 +93,20 @@ class RunFolder:
                 file.truncate()
 
     def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
-        """What find_checkpoint() finds on the main process, for all ranks."""
-        found = [None]
+        """What find_checkpoint() finds: the same on all ranks."""
         if self.is_writer:
             is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-            found = [find_checkpoint(resume, self.checkpoints)]
-        broadcast_object_list(found)
+        self.meeting.gather(None)  # Now the main process has the lock.
+        self.meeting.together(self.check_shared)
+        return find_checkpoint(resume, self.checkpoints, self.meeting)
+
+    def check_shared(self) -> None:
+        """Raises UserError if it is another folder for this rank than for the main process."""
         is_shared = (self.path / ".lock").exists()
-        require(is_shared, f"run.output_dir {self.path} is another folder on this machine; share one")
-        return found[0]
+        require(is_shared, f"run.output_dir {self.path} is another folder on {self.meeting.host}; share one")
 
     def check_that_nothing_is_lost(self) -> None:
         """Raises UserError if this launch would replace what another run, or the user, left here."""
@@ -115,16 +119,17 @@ class RunFolder:
         is_ours = status["status"] or not model.exists()
         require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
 
-    def begin(self, config: Config, progress: Progress) -> None:
+    def begin(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
         """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
-        what will be done again, and write down config and status."""
+        what will be done again, and write down config and status. The notes are the last lines of config.yaml."""
         if not self.is_writer:
             return
         for leftover in self.leftovers():
             delete(leftover)
         self.forget_metrics_after(progress)
         settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
-        replace_file(self.path / "config.yaml", f"{settings}# {json.dumps(library_versions())}\n")
+        comments = [f"# {json.dumps(note)}\n" for note in notes]
+        replace_file(self.path / "config.yaml", settings + "".join(comments))
         self.log_status(progress.step)
 
     def log_status(self, step: int) -> None:
@@ -200,25 +205,27 @@ class RunFolder:
 
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
     """The checkpoint with the lowest evaluation loss, unless it is gone or damaged: the same answer on all ranks."""
-    best = [None]
-    if folder.is_writer and progress.best_checkpoint and (folder.checkpoints / progress.best_checkpoint).exists():
-        best = [folder.checkpoints / progress.best_checkpoint]
-        try:
-            verify_checkpoint(best[0])
-        except UserError as error:
-            say(f"Best checkpoint passed over: {error}")
-            best = [None]
-    broadcast_object_list(best)
-    return best[0]
+    best = folder.checkpoints / progress.best_checkpoint
+    there, *_ = folder.meeting.gather(bool(progress.best_checkpoint) and best.exists())
+    if not there:
+        return None
+    try:
+        verify_checkpoint(best, folder.meeting)
+    except UserError as error:
+        say(f"Best checkpoint passed over: {error}")
+        return None
+    return best
 
 
 def is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-@functools.cache
-def library_versions() -> dict[str, str]:
+def library_versions(repository: Path) -> dict[str, str]:
+    """Of Python and the libraries, and the git commit of the repository, empty where there is none."""
     versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
     versions["python"] = sys.version.split()[0]
-    versions["git"] = subprocess.getoutput("git describe --always --dirty 2> /dev/null")
+    versions["git"] = subprocess.getoutput(
+        f"git -C {shlex.quote(str(repository))} describe --always --dirty 2> /dev/null"
+    )
     return versions

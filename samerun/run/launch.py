@@ -8,6 +8,7 @@ import time
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 
 import accelerate
 import datasets
@@ -16,13 +17,24 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, memory
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, memory
 from safetensors import SafetensorError
 
 from samerun import early
 from samerun.config import Config
 from samerun.early import CORES
-from samerun.errors import UserError, explained, is_full, is_main_process, one_line, require, say
+from samerun.errors import (
+    AgreedError,
+    UserError,
+    explained,
+    is_full,
+    is_lost_rank,
+    is_main_process,
+    one_line,
+    require,
+    say,
+)
+from samerun.meeting import number_in
 from samerun.parallel.layout import Layout, layout_of
 from samerun.plan import Plan
 
@@ -97,6 +109,12 @@ class Stop:
             raise Stopped(self.requested)
 
 
+def set_timeout(minutes: float) -> None:
+    """Of the process groups that libraries make without one, such as those of a device mesh: torch reads it there."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timedelta(minutes=minutes))
+
+
 def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
     """A process group over gloo, in which no device has to wait."""
     return dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
@@ -113,13 +131,17 @@ def start_accelerator(config: Config) -> Accelerator:
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
     launched = int(os.environ.get("WORLD_SIZE", 1))
     layout = layout_of(config, launched, is_sharded=os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    set_timeout(config.run.timeout_minutes)
     with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
             cpu=cpu,
             log_with=config.run.trackers or None,
             project_dir=f"{config.run.output_dir}/tensorboard",
             parallelism_config=groups_for_accelerate(layout),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=timedelta(minutes=config.run.timeout_minutes)),
+            ],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1,  # Each step sets its own number.
                 adjust_scheduler=False,
@@ -146,9 +168,17 @@ def start_accelerator(config: Config) -> Accelerator:
 def check_environment() -> None:
     """Raises UserError for what a launcher would not say."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        value = os.environ.get(name, "0")
-        advice = "unset it, or start by accelerate launch"
-        require(value.isdecimal(), f"the environment variable {name} is {value!r}, and no number; {advice}")
+        number_in(name)
+
+
+def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
+    """Precision, kind of launcher, and the sizes of groups of ranks, for logs and manifests."""
+    kind = accelerator.distributed_type.value
+    if accelerator.is_fsdp2:
+        kind = "FSDP2"
+    elif kind == "NO" or kind.startswith("MULTI_"):  # One device computes as each of several does.
+        kind = "DDP"
+    return {"precision": accelerator.mixed_precision, "launcher": kind, "layout": str(layout)}
 
 
 def groups_for_accelerate(layout: Layout) -> accelerate.parallelism_config.ParallelismConfig | None:
@@ -243,7 +273,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, Stopped):
         say(f"Stopped by {error}; the same command continues.")
         return 1
-    lost = isinstance(error, RuntimeError) and "onnection" in str(error)  # The rank at the other end says why.
+    lost = is_lost_rank(error)  # It says why.
     if lost and Stop.requested:  # The launcher has asked all ranks to end, because one of them has failed.
         return 1
     if lost or not is_main_process():
@@ -251,6 +281,8 @@ def report(error: BaseException) -> int:
         # Until then the launcher ends this rank, so that only one of them speaks. Before the ranks have met, all find
         # the same error, and the main process may be late.
         time.sleep(15 if lost or not dist.is_initialized() else 5)
+        if isinstance(error, AgreedError) and not is_main_process():
+            return 2
     disk = isinstance(error, OSError | SafetensorError)
     expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)
     if not (disk or lost or expected):

@@ -108,7 +108,7 @@ def show(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float
     say(line)
 
 
-def announce(setup: Setup, first_batch: MicroBatch) -> None:
+def announce(setup: Setup, launch: dict[str, str], first_batch: MicroBatch) -> None:
     """What one wants to check before a long run."""
     length = setup.config.data.sequence_length
     targets = first_batch.targets[-1][:120]
@@ -116,6 +116,7 @@ def announce(setup: Setup, first_batch: MicroBatch) -> None:
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)
     say(plan_table(setup.stages))
+    say(f"Launch: {', '.join(f'{name} {value}' for name, value in launch.items())}")
     fill = setup.train_data.tokens / len(setup.train_data) / length
     say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
     if isinstance(setup.train_data, Mixture):

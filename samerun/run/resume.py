@@ -22,8 +22,9 @@ from samerun.run.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from samerun.run.folder import RunFolder, kept_best, library_versions
-from samerun.run.launch import new_host_group
+from samerun.run.folder import RunFolder, kept_best
+from samerun.run.launch import describe_launch, new_host_group
+from samerun.run.replicas import check_copies
 from samerun.run.setup import Setup
 
 
@@ -32,14 +33,15 @@ def flat_config(setup: Setup) -> dict[str, Any]:
     return flatten({**setup.config.model_dump(), ROWS: setup.train_data.fingerprint(), ROW_ORDER: ORDER})
 
 
-def run_record(setup: Setup) -> dict[str, Any]:
+def run_record(setup: Setup, versions: dict[str, str]) -> dict[str, Any]:
     """What the manifest of a checkpoint says about the run, besides its progress."""
     return {
         "config": flat_config(setup),
         "max_steps": setup.max_steps,
         "plan": asdict(setup.plan),
         "evaluation": eval_fingerprint(setup) if setup.eval_data else None,
-        "versions": library_versions(),
+        "versions": versions,
+        "launch": describe_launch(setup.accelerator, setup.parallel.layout),
     }
 
 
@@ -59,12 +61,13 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     run = setup.config.run
     if found is None:
         if run.init_from:
-            verify_checkpoint(Path(run.init_from))
+            verify_checkpoint(Path(run.init_from), setup.folder.meeting)
             load_checkpoint(Path(run.init_from), setup.parallel, setup.model, [])
         return Progress()
 
     checkpoint, manifest = found
     check_unchanged(setup, checkpoint, manifest["config"], record["config"])
+    say_if_launched_otherwise(manifest.get("launch", {}), record["launch"])
     progress = progress_in(manifest)
     require(
         progress.step <= setup.max_steps,
@@ -82,6 +85,16 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
         load_checkpoint(checkpoint, setup.parallel, setup.model, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
     return progress
+
+
+def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
+    """The run may go on in another precision, which changes what it computes, but not in silence."""
+    changed = []
+    for name in ("precision", "launcher"):
+        if before.get(name, now[name]) != now[name]:  # Older manifests do not say it.
+            changed.append(f"{name} {before[name]} in the checkpoint, {now[name]} now")
+    if changed:
+        say(f"The launch is not as before: {'; '.join(changed)}.")
 
 
 def is_finished_already(folder: RunFolder, config: Config, found: tuple[Path, dict] | None) -> bool:
@@ -157,6 +170,7 @@ class Saver:
             self.pending.append(self.pool.submit(note_in_checkpoint, self.folder, keep, asdict(progress)))
             return
         self.wait()
+        check_copies(self.setup.model, self.group)
         state = self.stager.stage(self.setup.parallel.state(self.setup.model, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
         self.pending.append(self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group))

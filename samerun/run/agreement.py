@@ -1,0 +1,102 @@
+"""One run on all ranks: they have the same settings, code, libraries, launcher and rows before the first step."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samerun.config import Config, evaluation_title, flatten
+from samerun.data.rows import Dataset
+from samerun.errors import AgreedError
+from samerun.meeting import Meeting
+from samerun.run.replicas import sample_of_weights
+
+PACKAGE = Path(__file__).resolve().parents[1]
+MOST_LINES = 12
+# Besides those that a run writes down.
+LIBRARIES = ("deepspeed", "numpy", "peft", "safetensors", "tokenizers", "torchao", "trl")
+
+
+def agree(meeting: Meeting, facts: dict[str, Any]) -> None:
+    """Raises AgreedError with the host, the name and both values unless all ranks have the same facts.
+
+    A fact is something that JSON can hold. As long as they are the same, the ranks exchange a checksum only.
+    """
+    written = json.dumps(facts, sort_keys=True)
+    if len(set(meeting.gather(hashlib.sha256(written.encode()).hexdigest()))) == 1:
+        return
+    told = meeting.gather([meeting.host, facts])
+    lines = differences(told)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"  and {len(lines) - MOST_LINES} more"]
+    advice = "the processes are not one run; give all of them the same command, files and code:"
+    raise AgreedError("\n".join([f"launch: {advice}", *lines]))
+
+
+def differences(told: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """A line for each name with two values, that of the main process and another, by [host, facts] of the ranks."""
+    lines = []
+    main_host, main_facts = told[0]
+    for name in sorted({name for _, facts in told for name in facts}):
+        ours = main_facts.get(name)
+        others = [rank for rank, (_, facts) in enumerate(told) if facts.get(name) != ours]
+        if others:
+            host, facts = told[others[0]]
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            there = f"{facts.get(name)!r} on {host} (rank {others[0]}{more})"
+            lines.append(f"  {name}: {ours!r} on {main_host} (rank 0), {there}")
+    return lines
+
+
+def launch_facts(config: Config, versions: dict[str, str], script: Path) -> dict[str, Any]:
+    """What must be the same on all ranks before they do anything together."""
+    facts = {name: value for name, value in flatten(config.model_dump(mode="json")).items() if not is_place(name)}
+    facts |= launcher_settings()
+    # Whether a node has git, and whether its copy is a clone, does not matter: the files are compared.
+    facts |= {f"version of {name}": number for name, number in versions.items() if name != "git"}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            facts[f"version of {name}"] = version(name)
+    return facts | checksums_of_code(script)
+
+
+def is_place(setting: str) -> bool:
+    """Whether its value is a path that may differ from machine to machine, because what lies there is compared."""
+    is_of_data = setting.startswith("data.") and setting.endswith((".path", ".files"))
+    return is_of_data or setting == "run.output_dir"
+
+
+def launcher_settings() -> dict[str, str]:
+    """What `accelerate launch` has told this process, under the names of its file, and the kind of device here."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    told = {"launcher: device": device.type if device else "cpu"}
+    for name, value in os.environ.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            told[f"launcher: {name.removeprefix('ACCELERATE_').lower()}"] = value
+    return told
+
+
+def checksums_of_code(script: Path) -> dict[str, str]:
+    """Of the script, and of each file of this package."""
+    files = {script.name: script}
+    files |= {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
+    return {f"code of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
+
+
+def data_facts(train: Dataset, evaluations: dict[str, Dataset], model: torch.nn.Module) -> dict[str, Any]:
+    """The rows and the initial model. Together with the settings, they decide the length of the run, too."""
+    named = {"data": train} | {evaluation_title(name): data for name, data in evaluations.items()}
+    facts = {}
+    for name, data in named.items():
+        facts[f"{name}: rows"] = len(data)
+        facts[f"{name}: fingerprint of the rows"] = data.fingerprint()
+    settings = model.config.to_dict()
+    settings.pop("_name_or_path", None)
+    facts["model: config"] = json.dumps(settings, sort_keys=True, default=str)
+    facts["model: sample of the weights"] = sample_of_weights(model)
+    return facts

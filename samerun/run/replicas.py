@@ -1,0 +1,112 @@
+"""Ranks that hold the same weights must hold the same bits of them."""
+
+import functools
+import hashlib
+import socket
+import zlib
+from collections import Counter, defaultdict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from samerun.parallel.state import local
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # By their bytes.
+
+
+def sample_of_weights(model: torch.nn.Module) -> int:
+    """A checksum of some numbers of each weight, which tells other weights apart in no time, and not a single bit."""
+    found = 0
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            numbers = parameter.detach().flatten()
+            some = numbers[:: max(1, len(numbers) // 256)].cpu().contiguous()
+            found = zlib.crc32(some.view(torch.uint8).numpy(), found)
+    return found
+
+
+def checksum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """int64, on the tensor's device. It is another one whenever a single number has other bits.
+
+    It is the sum of the numbers' bits, each times an odd number by its place, as integers that wrap around: an odd
+    factor maps no two integers to the same one.
+    """
+    factors = odd_numbers(tensor.device)
+    bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits.split(len(factors)):
+        total = total * 0x9E3779B1 + (part * factors[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def odd_numbers(device: torch.device) -> torch.Tensor:
+    """int32, as many as numbers are summed at a time: they fit into a processor's cache, or are 16 MiB of a GPU."""
+    count = 2**18 if device.type == "cpu" else 2**22
+    return torch.arange(count, dtype=torch.int32, device=device) * 2 + 1
+
+
+def held_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of each weight, by its name and place in the whole weight, as checkpoints know them."""
+    parts = {}
+    for name, parameter in getattr(model, "module", model).named_parameters():
+        if parameter.is_meta:  # Another rank has it.
+            continue
+        place = ""
+        if isinstance(parameter, DTensor):
+            [chunk] = parameter.__create_chunk_list__()
+            place = f" from {list(chunk.offsets)}"
+        parts[name + place] = local(parameter)
+    return parts
+
+
+def check_copies(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raises ArithmeticError, on all ranks of the group, if some hold the same part of a weight with other bits.
+
+    Waits for the device. The main process gets 16 bytes per part from each rank.
+    """
+    if group is None:
+        return
+    parts = held_parts(model)
+    keys = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True) for name in parts]
+    sums = torch.stack([checksum_of_bits(part) for part in parts.values()]).tolist()
+    mine = np.array([keys, sums])
+    told = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(mine, told, group=group, group_dst=0)
+    wrong = [differing_keys(told) if told else None]
+    dist.broadcast_object_list(wrong, group=group, group_src=0)
+    if wrong[0]:
+        ours = {key: (name, total) for key, name, total in zip(keys, parts, sums) if key in wrong[0]}
+        held = [None] * dist.get_world_size(group)
+        dist.all_gather_object(held, (socket.gethostname(), ours), group=group)
+        raise ArithmeticError(drifted_apart(held, wrong[0]))
+
+
+def differing_keys(told: list[np.ndarray]) -> set[int]:
+    """The keys with more than one sum, where each rank has told [keys, sums]."""
+    if all(np.array_equal(told[0], other) for other in told):
+        return set()
+    found = defaultdict(set)
+    for keys, sums in told:
+        for key, total in zip(keys.tolist(), sums.tolist()):
+            found[key].add(total)
+    return {key for key, totals in found.items() if len(totals) > 1}
+
+
+def drifted_apart(held: list[tuple[str, dict[int, tuple[str, int]]]], wrong: set[int]) -> str:
+    """Which ranks differ from most of the others, in what; each rank says its host, and name and sum by key."""
+    names, odd = [], {}
+    for key in wrong:
+        held_by = {rank: parts[key] for rank, (_, parts) in enumerate(held) if key in parts}
+        sums = Counter(total for _, total in held_by.values())
+        [(most, _)] = sums.most_common(1)
+        names += [name for name, _ in held_by.values()]
+        odd |= {rank: held[rank][0] for rank, (_, total) in held_by.items() if total != most}
+    who = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(odd.items()))
+    return (
+        f"copies of the weights have drifted apart: {who} has other bits than other ranks in {min(names)} and in "
+        f"{len(wrong)} parts in all. This checkpoint is not kept. Look for a faulty device, or for code that does not "
+        "run on all ranks; the same command continues from the checkpoint before"
+    )
