@@ -9,9 +9,12 @@ For most of them this is all: in place of the setting goes the value that switch
 and what nobody uses any more.
 """
 
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from prune import Tests, what_is_gone
 from surgery import House, read, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -292,16 +295,60 @@ FEATURES = {
 }
 
 
-# Whole rooms of a feature, which go because nobody uses them any more.
-ROOMS = {
+# The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
+FILES = {
+    "LoRA": ["configs/lora_8b.yaml"],
     "samples": ["samerun/run/sample.py"],
-    "evaluation": ["samerun/run/sample.py", "samerun/model/token_bytes.py"],
-    "FSDP": ["samerun/parallel/fsdp.py", "samerun/parallel/expert.py"],
-    "sequence and context parallelism": ["samerun/parallel/sequence.py"],
-    "tensor parallelism": ["samerun/parallel/tensor.py"],
-    "expert parallelism": ["samerun/parallel/expert.py"],
-    "pipeline parallelism": ["samerun/parallel/pipeline.py"],
-    "DeepSpeed": ["samerun/parallel/deepspeed.py"],
+    "packing": ["tests/test_packing.py"],
+    "sources": ["tests/test_mixture.py"],
+    "evaluation": ["samerun/run/sample.py", "samerun/model/token_bytes.py", "tests/test_evaluation.py"],
+    "FSDP": [
+        "samerun/parallel/fsdp.py",
+        "samerun/parallel/expert.py",
+        "tests/test_expert_parallel.py",
+        "accelerate_configs/context_parallel.yaml",
+        "accelerate_configs/fsdp2.yaml",
+        "accelerate_configs/fsdp2_tensor_parallel.yaml",
+        "accelerate_configs/hsdp.yaml",
+        "accelerate_configs/sequence_parallel.yaml",
+    ],
+    "context parallelism": ["accelerate_configs/context_parallel.yaml"],
+    "sequence and context parallelism": [
+        "samerun/parallel/sequence.py",
+        "tests/test_sequence_parallel.py",
+        "accelerate_configs/context_parallel.yaml",
+        "accelerate_configs/sequence_parallel.yaml",
+        "configs/long_context.yaml",
+    ],
+    "tensor parallelism": [
+        "samerun/parallel/tensor.py",
+        "tests/test_tensor_parallel.py",
+        "accelerate_configs/fsdp2_tensor_parallel.yaml",
+        "accelerate_configs/tensor_parallel.yaml",
+    ],
+    "expert parallelism": ["samerun/parallel/expert.py", "tests/test_expert_parallel.py"],
+    "pipeline parallelism": ["samerun/parallel/pipeline.py", "tests/test_pipeline.py"],
+    "DeepSpeed": [
+        "samerun/parallel/deepspeed.py",
+        "tests/test_deepspeed.py",
+        "accelerate_configs/deepspeed_zero2.yaml",
+        "accelerate_configs/deepspeed_zero3.yaml",
+    ],
+    "chat": ["configs/finetune_chat.yaml", "configs/chat_template.jinja"],
+}
+# What else in a string of a test is about a feature, besides its settings: launcher files, metrics, messages.
+WORDS = {
+    "samples": ["samples.jsonl"],
+    "trackers": ["tensorboard"],
+    "curves": ["curves.png"],
+    "auto": ["auto tries"],
+    "evaluation": ["eval/"],
+    "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP"],
+    "context parallelism": ["context_parallel", "cp_size", "CP_SIZE"],
+    "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],
+    "tensor parallelism": ["tensor_parallel", "tp_size", "TP_SIZE"],
+    "DeepSpeed": ["deepspeed", "DeepSpeed"],
+    "chat": ["chat"],
 }
 
 
@@ -314,12 +361,44 @@ def without(sources: dict[str, str], features: list[str]) -> House:
     return house
 
 
+def without_settings(text: str, gone: Iterable[str]) -> str:
+    """A file of configs/ without the lines of these settings."""
+    kept, section, dropping = [], "", False
+    for line in text.splitlines(keepends=True):
+        indent = len(line) - len(line.lstrip(" "))
+        if indent == 0 and line.strip() and line[0] != "#":
+            section, dropping = line.split(":")[0], False
+        elif indent == 2 and line[2] not in "#-\n":
+            dropping = f"{section}.{line.split(':')[0].strip()}" in gone
+        if not dropping:
+            kept.append(line)
+    return "".join(kept)
+
+
+def take_out(root: Path, features: list[str]) -> House:
+    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests."""
+    before = House(read(root, *SOURCE))
+    after = without(before.sources, features)
+    words = [word for feature in features for word in WORDS.get(feature, [])]
+    paths = {path for feature in features for path in FILES.get(feature, [])}
+    for path in before.texts.keys() - after.texts.keys() | paths:
+        assert path not in after.texts, f"{path} is still used"
+        (root / path).unlink(missing_ok=True)
+    write(root, after.sources)
+    for path in (root / "configs").glob("*.yaml"):
+        path.write_text(without_settings(path.read_text(), after.switched_off))
+    schema = "import json; from samerun.config import Config; print(json.dumps(Config.model_json_schema(), indent=2))"
+    made = subprocess.run([sys.executable, "-c", schema], cwd=root, capture_output=True, text=True, check=True)
+    (root / "configs/schema.json").write_text(made.stdout)
+    tests = [root / "tests/helpers.py", root / "tests/reference.py", *(root / "tests").glob("test_*.py")]
+    tests = Tests(read(root, *(str(path.relative_to(root)) for path in tests)), what_is_gone(before, after, words))
+    write(root, tests.prune())
+    print(*(f"{name}: {why}" for name, why in tests.went.items()), sep="\n")
+    return after
+
+
 if __name__ == "__main__":
     if sys.argv[1:]:
-        before = read(ROOT, *SOURCE)
-        after = without(before, sys.argv[1:]).sources
-        write(ROOT, after)
-        for file in before.keys() - after.keys():
-            (ROOT / file).unlink()
+        take_out(ROOT, sys.argv[1:])
     else:
         print(*FEATURES, sep="\n")

@@ -116,6 +116,8 @@ class House:
         self.texts = {file: source.encode() for file, source in sources.items()}  # Columns of a tree count bytes.
         self.strict = strict
         self.skipped = []
+        self.harmless = set()  # Those of them that do not change what a run learns.
+        self.switched_off = {}  # The settings that are gone, and the value that stands in their place.
         self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
         for file in self.texts:
             self.parse(file)
@@ -407,6 +409,10 @@ class House:
         """Remove a setting. Where it is read, the value that switches it off stands instead."""
         section, name = path.split(".")
         holder = self.section_class(section)
+        self.switched_off[path] = off
+        field = self.find(f"{holder}.{name}")
+        if last_name(getattr(field.annotation, "value", None)) == "MayChange":
+            self.harmless.add(path)
         edits = []
         for node in self.nodes:
             if self.is_setting(node, section, name):
@@ -418,7 +424,7 @@ class House:
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
                         edits.append(self.without_element(node.elts, at, node))
-        self.cut([self.find(f"{holder}.{name}")], path, edits)
+        self.cut([field], path, edits)
         if not any(self.name_of(node) == holder for tree in self.trees.values() for node in tree.body):
             self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
 
@@ -468,15 +474,19 @@ class House:
             before = dict(self.texts)
             self.fold()
             self.drop_unused()
+        self.ruff()
+        self.drop_empty_files()
+
+    def ruff(self, unused: str = "F401") -> None:
+        """Remove imports that are not used, and format."""
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), self.sources)
-            for command in ["check", "--select", "F401", "--fix"], ["format", "--line-length", "120"]:
+            for command in ["check", "--select", unused, "--fix", "--unsafe-fixes"], ["format", "--line-length", "120"]:
                 command = [sys.executable, "-m", "ruff", *command, "--isolated", "--quiet", "--no-cache", folder]
                 subprocess.run(command, check=True)
             self.texts = {file: Path(folder, file).read_bytes() for file in self.texts}
         for file in self.texts:
             self.parse(file)
-        self.drop_empty_files()
 
     def drop_empty_files(self) -> None:
         """Those that have neither definitions nor statements any more, and packages of no other file."""

@@ -10,14 +10,14 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from features import FEATURES, ROOMS, SOURCE, without
+from features import FEATURES, FILES, SOURCE, without
 from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import House, read, write
 
 from samerun.config import config_fields
 
-FILES = read(ROOT, *SOURCE)
+HOUSE = read(ROOT, *SOURCE)
 # Each feature alone, and all of them. Evaluation takes the samples, the best checkpoint and patience along, and FSDP
 # takes expert parallelism.
 CASES = {name: [name] for name in FEATURES}
@@ -43,12 +43,12 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     config, expected = whole
-    rest = without(FILES, CASES[case])
+    rest = without(HOUSE, CASES[case])
     write(tmp_path / "fork", rest.sources)
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path / "fork"], check=True
     )
-    assert not [room for name in CASES[case] for room in ROOMS.get(name, []) if room in rest.sources]
+    assert not [room for name in CASES[case] for room in FILES.get(name, []) if room in rest.sources]
 
     for name in [name for name in sys.modules if name.split(".")[0] in ("train", "samerun")]:
         monkeypatch.delitem(sys.modules, name)
@@ -74,6 +74,6 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
 
 
 def test_nothing_else_is_tidied_away():
-    house = House(FILES)
+    house = House(HOUSE)
     house.tidy()
-    assert house.sources == FILES
+    assert house.sources == HOUSE
