@@ -81,7 +81,7 @@ def sources(house: House) -> None:
     house.drop_statements("add_up_terms", "source_ends")
     for function in "add_up_terms", "add_up_chunks", "loss_in_chunks":
         house.drop_parameter(function, "source_ends")
-    house.drop_element("model_inputs", "source_ends")
+    house.drop_field("MicroBatch.source_ends")
     house.drop_definition("Mixture")
     house.drop_setting("data.sources", None)
 
