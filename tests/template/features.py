@@ -1,12 +1,12 @@
-"""The features of train.py that a fork may not need, and what takes each of them out.
+"""The features that a fork may not need, and what takes each of them out.
 
 test_delete.py proves that the rest is the same run.
 
-    python tests/template/features.py LoRA samples      takes them out of train.py
+    python tests/template/features.py LoRA samples      takes them out: rooms, lines, settings, configs and tests
     python tests/template/features.py                   lists them
 
 For most of them this is all: in place of the setting goes the value that switches it off, then goes what can never run
-and what nobody uses any more.
+and what nobody uses any more, rooms included. What of the tests mentions what is gone goes, too, see prune.py.
 """
 
 import subprocess
@@ -139,9 +139,11 @@ def patience(house: House) -> None:
 
 def chunked_loss(house: House) -> None:
     house.drop_setting("model.chunked_loss", False)
-    house.drop_element("SAVINGS", "model.chunked_loss")
-    house.drop_parameter("compute_loss", "chunked", False)
-    house.drop_parameter("check_loss", "chunked", False)
+    house.reword('{"model.chunked_loss": True},', "")
+    for function in "compute_loss", "check_loss", "probe_loss":
+        house.drop_parameter(function, "chunked", False)
+    house.reword(", chunked=False)", ")")
+    house.reword(" With `chunked`, the logits of a few tokens at a time.", "")
 
 
 def evaluation(house: House) -> None:
