@@ -26,10 +26,11 @@ def lora(house: House) -> None:
     house.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
-    house.drop_element("ExpertParallel.check", "model.lora")
+    house.drop_element("REFUSED", "model.lora")
 
 
 def samples(house: House) -> None:
+    house.drop_element("REFUSED", "eval.prompts")
     house.drop_definition("sample")
     house.drop_definition("encode_prompt")
     house.drop_definition("check_prompts")
@@ -69,18 +70,15 @@ def sources(house: House) -> None:
     house.drop_element("FOREIGN_NAMES", "datasets")
     house.drop_element("FOREIGN_NAMES", "dataset_mixer")
     house.drop_statements("announce", "Mixture")
-    house.replace("load_data", "(config.sources or {'': config}).values()", "[config]")
     house.drop_statements("load_step", "Mixture")
     house.drop_field("StepBatch.source_targets")
     house.drop_statements("training_loop", "of_sources")
     house.drop_definition("SourceMetrics")
     house.drop_field("Progress.source_sums")
     house.drop_field("Progress.source_targets")
-    house.drop_definition("ends_from")
     house.drop_definition("ends_in")
     house.drop_statements("add_up_terms", "source_ends")
-    for function in "add_up_terms", "add_up_chunks", "loss_in_chunks":
-        house.drop_parameter(function, "source_ends")
+    house.drop_parameter("add_up_terms", "source_ends")
     house.drop_field("MicroBatch.source_ends")
     house.drop_definition("Mixture")
     house.drop_setting("data.sources", None)
@@ -100,13 +98,14 @@ def compile(house: House) -> None:
     house.drop_definition("compile_model")
     house.drop_setting("model.compile", "none")
     house.reword('torch.compiler.set_stance("force_eager"),', "")
-    house.reword(', torch.compiler.set_stance("force_eager")', "")
     house.reword("Not compiled, because the lengths change, and with", "With")
-    for strategy in "DeepSpeed", "ExpertParallel":
-        house.drop_element(f"{strategy}.check", "model.compile")
+    house.drop_element("DeepSpeed.check", "model.compile")
+    for way in "regional", "full":
+        house.drop_element("REFUSED", f"model.compile {way}")
 
 
 def auto(house: House) -> None:
+    house.drop_element("REFUSED", "batch.max_micro_batch_size auto")
     house.drop_choice("batch.max_micro_batch_size", "auto")
     house.reword('PositiveInt | Literal["auto"]', "PositiveInt")
     house.reword("; auto tries at the start what fits into memory", "")
@@ -143,7 +142,8 @@ def chunked_loss(house: House) -> None:
     for function in "compute_loss", "check_loss", "probe_loss":
         house.drop_parameter(function, "chunked", False)
     house.reword(", chunked=False)", ")")
-    house.reword(" With `chunked`, the logits of a few tokens at a time.", "")
+    told = "With `chunked`, the logits of a few tokens at a time, and none of tokens without a target."
+    house.reword(f"\n\n    {told}\n    ", "")
 
 
 def evaluation(house: House) -> None:
@@ -160,7 +160,6 @@ def evaluation(house: House) -> None:
     house.drop_statements("announce", "followed")
     house.drop_element("run_record", "evaluation")
     house.drop_statements("resume", "evaluation")
-    house.drop_statements("load_data", "eval_sources")
     house.reword("-> tuple[Dataset, dict[str, Dataset]]", "-> Dataset")
     house.reword("train_data, eval_data = load_data(", "train_data = load_data(")
     house.reword("return train, held_out", "return train")
@@ -173,25 +172,57 @@ def evaluation(house: House) -> None:
     house.drop_setting("eval.max_rows", None)
     house.drop_setting("data.eval_fraction", 0)
     house.drop_setting("data.eval_source", None)
-    house.drop_definition("say_what_is_shared")
     house.reword("data or data.eval_source: there", "data: there")
     house.drop_parameter("load_training_rows", "held_out", False)
     house.drop_parameter("load_rows", "held_out", False)
+    house.drop_parameter("load_training_rows", "others", None)
+    house.drop_parameter("load_rows", "others", None)
+    house.drop_statements("load_data", "eval_sources")
+    house.drop_statements("load_data", "held_out")
     house.drop_statements("nearest_setting", "in_evaluation")
     house.drop_element("SHOWN", "eval/loss")
     house.drop_statements("draw_curves", "eval/loss")
 
 
+BY_HAND = "pp", "tp", "ep"
+
+
+def drop_dimension(house: House, name: str) -> None:
+    """Each rank has the first and only place in a dimension of Layout."""
+    house.drop_argument("size", name)
+    house.drop_element("", name)
+    house.drop_field(f"Layout.{name}", 1)
+    left = {house.name_of(node) for node in house.find("Layout").body}
+    if name in BY_HAND and not left & set(BY_HAND):
+        house.read_as("is_divided", False)
+        house.reword("        BY_HAND,\n", "        (),\n")
+    if name in ("cp", "sp") and not left & {"cp", "sp"}:
+        house.read_as("layout.row_ranks", 1)
+    if any("        (),\n" in source for source in house.sources.values()):
+        house.drop_element("REFUSED", ())
+
+
 def fsdp(house: House) -> None:
     expert_parallel(house)
-    house.replace("choose_strategy", "accelerator.is_fsdp2", "False")
+    for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
+        house.drop_element("REFUSED", setting)
+    house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
+    house.replace(
+        "Layout.uses", "self.is_sharded if name == 'dp_shard' else self.size(name) > 1", "self.size(name) > 1"
+    )
+    house.drop_statements("Layout.setting", "dp_shard")
+    house.drop_parameter("layout_of", "is_sharded", False)
+    house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
+    house.replace("PlannedLaunch.__init__", "os.environ.get('ACCELERATE_USE_FSDP') == 'true'", "False")
+    house.drop_field("Layout.is_sharded", False)
+    house.reword('place("dp_replicate", "dp_shard")', 'place("dp_replicate")')
+    drop_dimension(house, "dp_shard")
 
 
 def context_parallel(house: House) -> None:
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        house.replace(function, "context_parallel_size() > 1", "False")
-    house.replace("ranks_per_row", "sequence_parallel_size() * context_parallel_size()", "sequence_parallel_size()")
-    house.drop_statements("SharedRows.check", "one_way")
+    house.drop_statements("layout_of", "one_way")
+    house.reword('place("cp", "sp")', 'place("sp")')
+    drop_dimension(house, "cp")
     house.drop_field("Documents.row_pieces", ())
     house.replace("attention_by_document", "mask_of", "causal_mask")
     house.drop_parameter("attention_by_document", "mask_of")
@@ -200,45 +231,36 @@ def context_parallel(house: House) -> None:
 def shared_rows(house: House) -> None:
     """Sequence and context parallelism."""
     context_parallel(house)
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        house.replace(function, "sequence_parallel_size() > 1", "False")
-    house.replace("ranks_per_row", "sequence_parallel_size()", "1")
+    drop_dimension(house, "sp")
     house.drop_field("Documents.row_ranks", None)
-    house.replace("DDP.forward_backward", "self.shard(batch)", "batch")
-    house.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
-    house.drop_statements("eval_batches", "strategy.shard")
-    house.drop_statements("trace_pass", "rank_in_group")
-    house.drop_statements("trace_pass", "launch.strategy.ranks")
-    house.drop_statements("trace_pass", "launch.strategy.shard")
-    house.drop_statements("memory_of_passes", "ranks_per_row")
     traced = "traced(config, found, layers, launch, rank)"
     house.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=Pass.peak)", traced)
     house.drop_parameter("trace_pass", "rank", 0)
     house.drop_parameter("traced", "rank", 0)
-    house.reword(", sending_nothing()", "")
 
 
 def tensor_parallel(house: House) -> None:
-    house.replace("PlannedLaunch.__init__", "tensor_parallel_size()", "1")
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        house.replace(function, "tensor_parallel_size() > 1", "False")
-    house.replace("DDP.forward_backward", "self.averages_over", "self.accelerator.num_processes")
-    house.replace("train_step", "strategy.dropout_rank", "setup.accelerator.process_index")
-    house.drop_statements("DDP.__init__", "averages_over")
-    house.drop_statements("DDP.__init__", "dropout_rank")
-    house.drop_statements("silence_libraries", "returned a view")
-    house.drop_statements("silence_libraries", "_redistribute")
+    house.drop_statements("layout_of", "whole")
+    drop_dimension(house, "tp")
+    house.reword('place(*self.layout.DATA, "tp")', "place(*self.layout.DATA)")
+    house.drop_parameter("Parallelism.note_reductions", "partial", [])
+    house.reword("    tp            the same rows, and a part of each matrix  parallelism_config_tp_size\n", "")
 
 
 def expert_parallel(house: House) -> None:
-    for function in "choose_strategy", "kind_of_fsdp2":
-        house.replace(function, "config.model.expert_ranks > 1", "False")
+    drop_dimension(house, "ep")
+    house.replace("Parallelism.divide", "experts", "[]")
+    house.reword(
+        "\n    and, for the experts of a mixture, in a second mesh, in which ep (model.expert_ranks) and what is", ""
+    )
+    house.reword(" left of\n    dp_shard x cp x sp x tp take the place of these four.\n", "")
     house.drop_setting("model.expert_ranks", 1)
 
 
 def pipeline_parallel(house: House) -> None:
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        house.replace(function, "config.model.pipeline_ranks > 1", "False")
+    drop_dimension(house, "pp")
+    house.reword("    pp            other layers                            model.pipeline_ranks\n", "")
+    house.read_as("self.pipeline", None)
     house.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
     house.drop_statements("plan_table", "bubble")
     house.drop_parameter("plan_batch", "least_micro_steps", 1)
@@ -247,25 +269,27 @@ def pipeline_parallel(house: House) -> None:
 
 
 def deepspeed(house: House) -> None:
-    house.replace("choose_strategy", "kind == 'DEEPSPEED'", "False")
+    house.replace("choose_parallelism", "kind == 'DEEPSPEED'", "False")
     house.drop_statements("load_checkpoint", "put_back")
-    house.never_used |= {"update: optimizer.found_inf"}  # By this house. torch uses it.
-    house.drop_definition("DDP.put_back")
+    house.never_used |= {"update: optimizer.found_inf"}  # By this script. torch uses it.
+    house.drop_definition("Parallelism.put_back")
 
 
 def memory_plan(house: House) -> None:
     house.drop_setting("perf.device_memory_gib", None)
     house.drop_definition("PlannedLaunch.changed")
     house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
-    house.drop_parameter("imagined_accelerator", "is_sharded", False)
-    house.drop_definition("DDP.division")
-    house.drop_definition("DDP.check_model")
 
 
 def chat(house: House) -> None:
     house.drop_choice("data.format", "chat")
     house.reword('Literal["text", "chat", "tokens"]', 'Literal["text", "tokens"]')
+    of_sources = "any(source.format == 'chat' for source in (config.sources or {}).values())"
+    house.replace("load_tokenizer", of_sources, "False")
+    house.replace("tokenize_part", "is_chat", "False")
     house.drop_setting("data.chat_template", None)
+    house.drop_setting("data.chat_template_kwargs", None)
+    house.drop_setting("data.train_on", "all")
     house.drop_setting("data.special_tokens", [])
     house.drop_element("FORMATS", "chat")
     house.reword("a text; a chat, a list of role and content; or tokens", "a text, or tokens")
@@ -306,7 +330,7 @@ FILES = {
     "evaluation": ["samerun/run/sample.py", "samerun/model/token_bytes.py", "tests/test_evaluation.py"],
     "FSDP": [
         "samerun/parallel/fsdp.py",
-        "samerun/parallel/expert.py",
+        "samerun/parallel/experts.py",
         "tests/test_expert_parallel.py",
         "accelerate_configs/context_parallel.yaml",
         "accelerate_configs/fsdp2.yaml",
@@ -316,7 +340,7 @@ FILES = {
     ],
     "context parallelism": ["accelerate_configs/context_parallel.yaml"],
     "sequence and context parallelism": [
-        "samerun/parallel/sequence.py",
+        "samerun/parallel/rows.py",
         "tests/test_sequence_parallel.py",
         "accelerate_configs/context_parallel.yaml",
         "accelerate_configs/sequence_parallel.yaml",
@@ -328,7 +352,7 @@ FILES = {
         "accelerate_configs/fsdp2_tensor_parallel.yaml",
         "accelerate_configs/tensor_parallel.yaml",
     ],
-    "expert parallelism": ["samerun/parallel/expert.py", "tests/test_expert_parallel.py"],
+    "expert parallelism": ["samerun/parallel/experts.py", "tests/test_expert_parallel.py"],
     "pipeline parallelism": ["samerun/parallel/pipeline.py", "tests/test_pipeline.py"],
     "DeepSpeed": [
         "samerun/parallel/deepspeed.py",
@@ -338,13 +362,27 @@ FILES = {
     ],
     "chat": ["configs/finetune_chat.yaml", "configs/chat_template.jinja"],
 }
-# What else in a string of a test is about a feature, besides its settings: launcher files, metrics, messages.
+# What else in a string of a test is about a feature, besides its settings: launcher files, metrics, messages, cases.
+# Or the name of a test that mentions nothing of what it needs.
 WORDS = {
+    "LoRA": ["test_lora_flops"],
     "samples": ["samples.jsonl"],
-    "trackers": ["tensorboard"],
+    "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
     "curves": ["curves.png"],
-    "auto": ["auto tries"],
-    "evaluation": ["eval/"],
+    "auto": ["auto tries", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
+    "packing": ["test_a_model_that_needs_its_masks_gets_them", "test_an_encoder_is_refused"],
+    "keep_best": ["test_damaged_fields_of_a_manifest"],
+    "patience": ["test_damaged_fields_of_a_manifest"],
+    "sources": ["test_damaged_fields_of_a_manifest"],
+    "evaluation": [
+        "eval/",
+        "section-without-fields",
+        "less-data-than",
+        "test_damaged_fields_of_a_manifest",
+        "test_names_of_other_trainers_are_answered_with_ours",
+        "test_other_data_in_the_same_place",
+        "test_tokens_that_are_gone_from_the_cache_are_made_again",
+    ],
     "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP"],
     "context parallelism": ["context_parallel", "cp_size", "CP_SIZE"],
     "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],

@@ -19,6 +19,7 @@ class Gone:
     settings: dict[str, Any]  # By the dotted path: the value that switches it off.
     harmless: set[str]  # Those of the settings that do not change what a run learns.
     names: set[str]  # "samerun.run.sample" or "samerun.run.sample.encode_prompt".
+    parameters: list[tuple[str, int, str]]  # Of functions: which one, its place among the arguments, and its name.
     keywords: set[str]  # Parameters that no function has any more.
     words: list[str]  # In a string, such as the name of a launcher file.
 
@@ -28,6 +29,7 @@ def what_is_gone(before: House, after: House, words: list[str]) -> Gone:
         after.switched_off,
         after.harmless,
         names_of(before) - names_of(after),
+        after.parameters,
         keywords_of(before) - keywords_of(after),
         words,
     )
@@ -57,12 +59,12 @@ class Tests:
         self.house, self.gone = House(sources), gone
         self.lost: dict[str, set[str]] = {file: set() for file in sources}  # The names that each file has lost.
         self.went: dict[str, str] = {}  # What went as a whole, and why.
-        last = {path: path.split(".")[1] for path in gone.settings}
-        self.keys = {name: path for path, name in last.items()}
-        paths = "|".join(map(re.escape, gone.settings)) or "$^"
+        self.keys = {path.split(".")[-1]: path for path in gone.settings}  # Settings, and sections without any.
+        paths = "|".join(re.escape(path) for path in gone.settings if "." in path) or "$^"
         self.is_setting = re.compile(rf"(^|[^\w.])({paths})\b")
 
     def prune(self) -> dict[str, str]:
+        self.drop_arguments()
         before = None
         while before != self.house.texts:
             before = dict(self.house.texts)
@@ -75,6 +77,13 @@ class Tests:
                     self.house.edit(edits)
         self.house.ruff("F401,F841")
         return self.house.sources
+
+    def drop_arguments(self) -> None:
+        """Where a constant stands for a parameter that is gone."""
+        for function, at, _ in self.gone.parameters:
+            calls = [call for call in self.house.calls(function) if len(call.args) > at]
+            given = [call for call in calls if constant(call.args[at]) is not UNKNOWN]
+            self.house.edit([self.house.without_element(call.args, at, call) for call in given])
 
     # What is mentioned
 
@@ -146,7 +155,9 @@ class Tests:
         self.imported, lost = self.modules(statement.file), self.lost[statement.file]
         if isinstance(statement, ast.Import | ast.ImportFrom) or self.house.is_text([statement]):
             return []
-        if isinstance(statement, FUNCTIONS):
+        if getattr(statement, "name", None) in self.gone.words:
+            self.reason, edits = "named by its feature", None
+        elif isinstance(statement, FUNCTIONS):
             edits = self.pruned_function(statement, lost)
         else:
             edits = self.pruned_constant(statement, lost)

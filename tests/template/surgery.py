@@ -27,6 +27,8 @@ from pathlib import Path
 OPERATORS = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
     ast.In: lambda some, all: some in all,
@@ -117,6 +119,7 @@ class House:
         self.strict = strict
         self.skipped = []
         self.harmless = set()  # Those of them that do not change what a run learns.
+        self.parameters = []  # (function, position, name) of those that are gone.
         self.switched_off = {}  # The settings that are gone, and the value that stands in their place.
         self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
         for file in self.texts:
@@ -278,12 +281,16 @@ class House:
     def without_element(self, elements: list[ast.AST], at: int, owner: ast.AST) -> tuple[str, int, int, str]:
         """The edit that takes one of several elements away, with its comma."""
         file, start, end = self.span(elements[at])
+        if isinstance(owner, ast.Tuple) and len(elements) == 1:
+            return (*self.span(owner), "()")
         if isinstance(owner, ast.Tuple) and len(elements) == 2:  # What is left is still a tuple.
             return (*self.span(owner), f"({self.text_of(elements[1 - at])},)")
         if at > 0:
             start = self.span(elements[at - 1])[2]
         elif len(elements) > 1:
             end = self.span(elements[1])[1]
+        elif self.texts[file][end : end + 1] == b",":
+            end += 1
         return file, start, end, ""
 
     def without_entry(self, key: ast.expr, value: ast.expr) -> tuple[str, int, int, str]:
@@ -293,16 +300,17 @@ class House:
 
     @operation
     def drop_element(self, path: str, value) -> None:
-        """Remove a constant from a list, tuple or set, or the entry of a dict with this key."""
+        """Remove a constant from lists, tuples or sets, or a call with it; or the entry of a dict with this key."""
         edits = []
-        for node in ast.walk(self.find(path)):
+        for node in ast.walk(self.find(path)) if path else self.nodes:
             if isinstance(node, ast.Dict):
                 for key, held in zip(node.keys, node.values):
                     if key and constant(key) == value:
                         edits.append(self.without_entry(key, held))
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
-                    if constant(element) == value:
+                    given = element.args if isinstance(element, ast.Call) else [element]
+                    if any(constant(one) in (value, (value,)) for one in given):
                         edits.append(self.without_element(node.elts, at, node))
         if not edits:
             raise LookupError(f"{path}: no element {value!r}")
@@ -342,6 +350,7 @@ class House:
 
         is_method = names[0] == "self"
         called = path.split(".")[0] if function.name == "__init__" else function.name
+        self.parameters.append((called, at - is_method, name))
         for call in self.calls(called):
             parts = [*call.args, *call.keywords]
             keywords = [number for number, part in enumerate(parts) if getattr(part, "arg", None) == name]
@@ -353,11 +362,39 @@ class House:
         self.edit(edits)
 
     @operation
+    def read_as(self, path: str, value) -> None:
+        """Put a value in place of every read of an attribute, such as "layout.row_ranks"."""
+        owner, _, name = path.rpartition(".")
+        found = [node for node in self.nodes if isinstance(node, ast.Attribute) and node.attr == name]
+        found = [node for node in found if isinstance(node.ctx, ast.Load) and owner in ("", last_name(node.value))]
+        if not found:
+            raise LookupError(f"nothing reads {path}")
+        self.edit([(*self.span(node), repr(value)) for node in found])
+
+    @operation
+    def drop_argument(self, callee: str, value: str) -> None:
+        """Remove a constant from the arguments of a method; a call that had no other one is 1."""
+        edits = []
+        for call in self.calls(callee):
+            at = [number for number, one in enumerate(call.args) if constant(one) == value]
+            if at and len(call.args) == 1:
+                edits.append((*self.span(call), "1"))
+            elif at:
+                edits.append(self.without_element(call.args, at[0], call))
+        if not edits:
+            raise LookupError(f"no call of {callee} has {value!r}")
+        self.edit(edits)
+
+    @operation
     def drop_field(self, path: str, value=UNKNOWN) -> None:
         """Remove a field of a class and the argument that sets it. Where it is read, the value stands instead."""
         owner, name = path.rsplit(".", 1)
+        self.find(path)  # Raises LookupError.
         edits = []
+        fields = [self.name_of(node) for node in self.find(owner).body if isinstance(node, ast.AnnAssign)]
         for call in self.calls(owner):
+            if fields.index(name) < len(call.args):
+                edits.append(self.without_element(call.args, fields.index(name), call))
             for at, keyword in enumerate(call.keywords):
                 if keyword.arg == name:
                     edits.append(self.without_element(call.keywords, at, call))
@@ -426,6 +463,8 @@ class House:
                         edits.append(self.without_element(node.elts, at, node))
         self.cut([field], path, edits)
         if not any(self.name_of(node) == holder for tree in self.trees.values() for node in tree.body):
+            self.switched_off[section] = UNKNOWN
+            self.harmless.add(section)
             self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
 
     @operation
@@ -544,6 +583,8 @@ class House:
                 return None if UNKNOWN in values else repr(OPERATORS[type(op)](*values))
             case ast.BinOp(op=ast.Mult(), left=left, right=right) if 1 in (constant(left), constant(right)):
                 return self.text_of(right if constant(left) == 1 else left)
+            case ast.BinOp(op=ast.FloorDiv(), left=left, right=ast.Constant(value=1)):
+                return self.text_of(left)
             case ast.IfExp(test=test) if constant(test) is not UNKNOWN:
                 return self.text_of(node.body if constant(test) else node.orelse)
             case ast.BoolOp():
@@ -648,7 +689,9 @@ class House:
         gone, edits = [node for nodes in new for node in nodes], []
         for node in self.nodes:  # a, b = 1, 2 where one or none of them is read.
             match node:
-                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(
+                    values
+                ):
                     owner = next(one for one in self.owners(node) if isinstance(one, (*FUNCTIONS, ast.Module)))
                     read = self.variables_read(owner)
                     kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or name.id in read]
