@@ -155,7 +155,10 @@ class StepBatch:
     source_targets: dict[str, int]  # The target tokens of each source of a mixture.
 
 
-def load_step(step: int, data: Dataset, stage: Stage, rank: int, joined: bool, device: torch.device) -> StepBatch:
+def load_step(
+    step: int, data: Dataset, stage: Stage, rank: int, joined: bool, device: torch.device, collate: Callable
+) -> StepBatch:
+    """The rows of a step as micro-batches. `collate` is collate() or, for a task of another kind, its like."""
     rows = data.rows_at(stage.row_of(step), stage.plan.global_batch_size)
     lengths, targets = data.sizes(rows)
     micro_steps = stage.plan.split(lengths, joined)

@@ -90,13 +90,13 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-SHOWN = ("train/loss", "eval/loss", "train/learning_rate", "train/grad_norm", "perf/tokens_per_second")
-
-
-def show(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float | None) -> None:
-    """Print the line of a step. Where no progress bar does, it says how long the run will take."""
+def show(
+    step: int, max_steps: int, metrics: dict[str, Any], names: tuple[str, ...], seconds_left: float | None
+) -> None:
+    """Print the line of a step, the metrics of these names. Where no progress bar does, it says how long it will take.
+    """
     line = f"step {step:,}/{max_steps:,}"
-    for name in SHOWN:
+    for name in names:
         value = metrics.get(name)
         if value is not None:
             shown = f"{value:,.0f}" if value > 999 else f"{value:.4g}"

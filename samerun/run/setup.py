@@ -1,6 +1,7 @@
 """What a launch has built before its first step, and whether it fits together."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import memory
 
 from samerun.config import Config, eval_setting
-from samerun.data.batches import StepBatch, collate, load_step
+from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.errors import explained, require
 from samerun.model.loss import joins_documents
@@ -33,6 +34,7 @@ class Setup:
     tokenizer: transformers.PreTrainedTokenizerBase | None
     train_data: Dataset
     eval_data: dict[str, Dataset]  # By the names of the evaluations; the only one has the name "".
+    collate: Callable[[list[np.ndarray], torch.device, bool], MicroBatch]  # As collate().
     token_bytes: TokenBytes | None
     bare: torch.nn.Module  # The model itself.
     model: torch.nn.Module  # As DDP wraps it, or divided among the ranks; then it is the same object.
@@ -85,7 +87,7 @@ class Setup:
     def load_step(self, step: int) -> StepBatch:
         rank, device = self.parallel.layout.data_parallel_rank, self.accelerator.device
         stage, joined = self.stage_at(step), joins_documents(self.bare)
-        return load_step(step, self.train_data, stage, rank, joined, device)
+        return load_step(step, self.train_data, stage, rank, joined, device, self.collate)
 
 
 def check_sizes(setup: Setup) -> None:
@@ -93,16 +95,21 @@ def check_sizes(setup: Setup) -> None:
     rows = len(setup.train_data)
     batch = max(stage.plan.global_batch_size for stage in setup.stages)
     require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
-    check_token_ids(setup.train_data, setup.vocabulary, "the training data")
     check_length(setup.config, setup.stages, setup.max_steps)
 
 
 def check_evaluations(setup: Setup) -> None:
-    """Raises UserError if there is an evaluation without targets, or of tokens that the model does not know."""
+    """Raises UserError if there is an evaluation without targets."""
     for name, data in setup.eval_data.items():
         _, targets = data.sizes(setup.eval_rows(data))
         setting = f"{eval_setting(name)} or data.eval_fraction"
         require(targets.any(), f"{setting}: the rows have no target token; check roles or labels")
+
+
+def check_vocabulary(setup: Setup) -> None:
+    """Raises UserError if there are tokens that the model does not know."""
+    check_token_ids(setup.train_data, setup.vocabulary, "the training data")
+    for name, data in setup.eval_data.items():
         check_token_ids(data, setup.vocabulary, f"the evaluation data {name}".strip())
 
 

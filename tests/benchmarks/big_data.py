@@ -145,7 +145,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
 
     import train
     from samerun.config import Data
-    from samerun.data.batches import load_step
+    from samerun.data.batches import collate, load_step
     from samerun.data.load import load_data
     from samerun.plan import Stage
 
@@ -156,7 +156,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         data.fingerprint()
         stage = Stage(1, 0, train.plan_batch(GLOBAL_BATCH, GLOBAL_BATCH, 1, args.longest))
         step = max(1, int(args.measure * len(data)) // GLOBAL_BATCH)
-        load_step(step, data, stage, 0, True, torch.device("cpu"))
+        load_step(step, data, stage, 0, True, torch.device("cpu"), collate)
         seconds, processor = time.perf_counter() - begin, time.process_time() - busy
         held = memory.now() - before
         some = np.random.default_rng(SEED).integers(0, len(data), READS)

@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import train
 from samerun.cli import load_config
 from samerun.config import Data
-from samerun.data.batches import load_step
+from samerun.data.batches import collate, load_step
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.model.build import flops_per_token, model_config
@@ -63,7 +63,7 @@ def main() -> int:
             took = []
             for step in range(1, args.steps + 1):
                 begin = time.perf_counter()
-                load_step(step, data, stage, 0, True, torch.device("cpu"))
+                load_step(step, data, stage, 0, True, torch.device("cpu"), collate)
                 took.append(time.perf_counter() - begin)
             reading, least = np.median(took), plan.tokens_per_step / devices * flops / (args.tflops * 1e12)
             print(f"{devices:7}  {reading * 1e3:10.2f}  {least * 1e3:13.1f}  {reading / least:6.2%}")

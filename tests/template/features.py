@@ -1,264 +1,298 @@
-"""The features of train.py that a fork may not need, and what takes each of them out.
+"""The features that a fork may not need, and what takes each of them out.
 
 test_delete.py proves that the rest is the same run.
 
-    python tests/template/features.py LoRA samples      takes them out of train.py
+    python tests/template/features.py LoRA samples      takes them out: rooms, lines, settings, configs and tests
     python tests/template/features.py                   lists them
 
 For most of them this is all: in place of the setting goes the value that switches it off, then goes what can never run
-and what nobody uses any more.
+and what nobody uses any more, rooms included. What of the tests mentions what is gone goes, too, see prune.py.
 """
 
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from surgery import Script
+from prune import Tests, what_is_gone
+from surgery import House, read, write
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-
-
-def lora(script: Script) -> None:
-    script.drop_setting("model.lora", None)
-    script.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
-    script.drop_parameter("flops_per_token", "lora", None)
-    script.drop_statements("silence_libraries", ".is_gradient_check")
-    script.drop_element("ExpertParallel.check", "model.lora")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = "train.py", "samerun"
 
 
-def samples(script: Script) -> None:
-    script.drop_definition("sample")
-    script.drop_definition("encode_prompt")
-    script.drop_definition("check_prompts")
-    script.drop_statements("training_loop", "sampling")
-    script.drop_setting("eval.prompts", [])
-    script.drop_setting("eval.max_new_tokens", 0)
-    script.drop_setting("eval.temperature", 0)
+def lora(house: House) -> None:
+    house.drop_setting("model.lora", None)
+    house.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
+    house.drop_parameter("flops_per_token", "lora", None)
+    house.drop_statements("silence_libraries", ".is_gradient_check")
+    house.drop_element("REFUSED", "model.lora")
 
 
-def trackers(script: Script) -> None:
-    script.drop_setting("run.trackers", [])
-    script.drop_argument("Accelerator", "log_with")
-    script.drop_argument("Accelerator", "project_dir")
-    script.drop_statements("start_accelerator", "missing")
-    script.drop_clause("start_accelerator", "run.trackers")
-    script.drop_statements("", "init_trackers")
-    script.drop_statements("RunFolder.log", "self.accelerator.log")
+def samples(house: House) -> None:
+    house.drop_element("REFUSED", "eval.prompts")
+    house.drop_definition("sample")
+    house.drop_definition("encode_prompt")
+    house.drop_definition("check_prompts")
+    house.drop_statements("training_loop", "sampling")
+    house.drop_setting("eval.prompts", [])
+    house.drop_setting("eval.max_new_tokens", 0)
+    house.drop_setting("eval.temperature", 0)
 
 
-def packing(script: Script) -> None:
-    script.drop_setting("data.packing", "none")
-    script.replace("IndexWriter.add", "self.packing", "'none'")
+def trackers(house: House) -> None:
+    house.reword("log_with=config.run.trackers or None,", "")
+    house.reword('project_dir=f"{config.run.output_dir}/tensorboard",', "")
+    house.reword("(see accelerate_configs/), or run.trackers", "(see accelerate_configs/)")
+    house.drop_setting("run.trackers", [])
+    house.drop_statements("start_accelerator", "missing")
+    house.drop_statements("", "init_trackers")
+    house.drop_statements("RunFolder.log", "self.accelerator.log")
+
+
+def packing(house: House) -> None:
+    house.drop_setting("data.packing", "none")
+    house.replace("IndexWriter.add", "self.packing", "'none'")
     for function in "IndexWriter.__init__", "write_index", "cut_into_rows", "check_loss", "settle_attention":
-        script.drop_parameter(function, "packing", "none")
+        house.drop_parameter(function, "packing", "none")
     for function in "IndexWriter.__init__", "IndexWriter.add", "IndexWriter.finish", "Dataset.__init__":
-        script.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
-    script.replace("Dataset.first_piece", "self.first is None", "True")
-    script.drop_statements("settle_attention", "data.packing")
-    script.drop_statements("pad_rows", "position_ids")
+        house.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
+    house.replace("Dataset.first_piece", "self.first is None", "True")
+    house.drop_statements("settle_attention", "data.packing")
+    house.drop_statements("pad_rows", "position_ids")
 
 
-def sources(script: Script) -> None:
-    script.drop_element("Config.check", "sources")
-    script.drop_definition("Config.check_sources")
-    script.drop_statements("nearest_setting", "in_source")
-    script.drop_statements("type_words", "additionalProperties")
-    script.drop_element("FOREIGN_NAMES", "datasets")
-    script.drop_element("FOREIGN_NAMES", "dataset_mixer")
-    script.drop_statements("announce", "Mixture")
-    script.replace("load_data", "(config.sources or {'': config}).values()", "[config]")
-    script.drop_statements("load_step", "Mixture")
-    script.drop_field("StepBatch.source_targets")
-    script.drop_statements("training_loop", "of_sources")
-    script.drop_definition("SourceMetrics")
-    script.drop_field("Progress.source_sums")
-    script.drop_field("Progress.source_targets")
-    script.drop_definition("ends_from")
-    script.drop_definition("ends_in")
-    script.drop_statements("add_up_terms", "source_ends")
-    for function in "add_up_terms", "add_up_chunks", "loss_in_chunks":
-        script.drop_parameter(function, "source_ends")
-    script.drop_element("model_inputs", "source_ends")
-    script.drop_definition("Mixture")
-    script.drop_setting("data.sources", None)
+def sources(house: House) -> None:
+    house.drop_element("Config.check", "sources")
+    house.drop_definition("Config.check_sources")
+    house.drop_statements("nearest_setting", "in_source")
+    house.drop_statements("type_words", "additionalProperties")
+    house.drop_element("FOREIGN_NAMES", "datasets")
+    house.drop_element("FOREIGN_NAMES", "dataset_mixer")
+    house.drop_statements("announce", "Mixture")
+    house.drop_statements("load_step", "Mixture")
+    house.drop_field("StepBatch.source_targets")
+    house.drop_statements("training_loop", "of_sources")
+    house.drop_definition("SourceMetrics")
+    house.drop_field("Progress.source_sums")
+    house.drop_field("Progress.source_targets")
+    house.drop_definition("ends_in")
+    house.drop_statements("add_up_terms", "source_ends")
+    house.drop_parameter("add_up_terms", "source_ends")
+    house.drop_field("MicroBatch.source_ends")
+    house.drop_definition("Mixture")
+    house.drop_setting("data.sources", None)
 
 
-def profiler(script: Script) -> None:
-    script.drop_definition("Profiler")
-    script.drop_statements("training_loop", "profiler")
-    script.drop_setting("perf.profile_steps", None)
+def profiler(house: House) -> None:
+    house.drop_definition("Profiler")
+    house.drop_statements("training_loop", "profiler")
+    house.drop_setting("perf.profile_steps", None)
 
 
-def curves(script: Script) -> None:
-    script.drop_definition("draw_curves")
+def curves(house: House) -> None:
+    house.drop_definition("draw_curves")
 
 
-def compile(script: Script) -> None:
-    script.drop_definition("compile_model")
-    script.drop_setting("model.compile", "none")
-    script.drop_call_in_with("torch.compiler.set_stance")
-    for strategy in "DeepSpeed", "ExpertParallel":
-        script.drop_element(f"{strategy}.check", "model.compile")
+def compile(house: House) -> None:
+    house.drop_definition("compile_model")
+    house.drop_setting("model.compile", "none")
+    house.reword('torch.compiler.set_stance("force_eager"),', "")
+    house.reword("Not compiled, because the lengths change, and with", "With")
+    house.drop_element("DeepSpeed.check", "model.compile")
+    for way in "regional", "full":
+        house.drop_element("REFUSED", f"model.compile {way}")
 
 
-def auto(script: Script) -> None:
-    script.drop_choice("batch.max_micro_batch_size", "auto")
-    script.drop_clause("Batch.max_micro_batch_size", "auto")
-    script.drop_definition("largest_micro_batch")
-    script.replace("PlannedLaunch.__init__", "limit == 'auto'", "False")
+def auto(house: House) -> None:
+    house.drop_element("REFUSED", "batch.max_micro_batch_size auto")
+    house.drop_choice("batch.max_micro_batch_size", "auto")
+    house.reword('PositiveInt | Literal["auto"]', "PositiveInt")
+    house.reword("; auto tries at the start what fits into memory", "")
+    house.drop_definition("largest_micro_batch")
+    house.replace("PlannedLaunch.__init__", "limit == 'auto'", "False")
 
 
-def keep_best(script: Script) -> None:
-    script.drop_setting("run.keep_best", False)
-    script.replace("training_loop", "progress.is_best()", "False")
-    script.replace("train", "export_best(setup, progress)", "export_model(setup)")
-    script.drop_definition("export_best")
-    script.drop_statements("resume", "kept_best")
-    script.drop_definition("Progress.forget_best")
-    script.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
-    script.drop_clause("token_loss", "run.keep_best")
-    script.drop_field("Progress.best_loss")
-    script.drop_field("Progress.best_checkpoint", "")
+def keep_best(house: House) -> None:
+    house.drop_setting("run.keep_best", False)
+    house.replace("training_loop", "progress.is_best()", "False")
+    house.replace("train", "export_best(setup, progress)", "export_model(setup)")
+    house.drop_definition("export_best")
+    house.drop_statements("resume", "kept_best")
+    house.drop_definition("Progress.forget_best")
+    house.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
+    house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the curves")
+    house.drop_field("Progress.best_loss")
+    house.drop_field("Progress.best_checkpoint", "")
 
 
-def patience(script: Script) -> None:
-    script.drop_setting("run.patience", 0)
-    script.drop_statements("Config.check", "run.patience")
-    script.drop_statements("training_loop", "count_evaluation")
-    script.drop_definition("Progress.count_evaluation")
-    script.drop_definition("Progress.forget_lowest")
-    script.drop_field("Progress.lowest_loss")
-    script.drop_field("Progress.evaluations_in_vain", 0)
+def patience(house: House) -> None:
+    house.drop_setting("run.patience", 0)
+    house.drop_statements("Config.check", "run.patience")
+    house.drop_statements("training_loop", "count_evaluation")
+    house.drop_definition("Progress.count_evaluation")
+    house.drop_definition("Progress.forget_lowest")
+    house.drop_field("Progress.lowest_loss")
+    house.drop_field("Progress.evaluations_in_vain", 0)
 
 
-def chunked_loss(script: Script) -> None:
-    script.drop_setting("model.chunked_loss", False)
-    script.drop_element("SAVINGS", "model.chunked_loss")
-    script.drop_parameter("compute_loss", "chunked", False)
-    script.drop_parameter("check_loss", "chunked", False)
+def chunked_loss(house: House) -> None:
+    house.drop_setting("model.chunked_loss", False)
+    house.reword('{"model.chunked_loss": True},', "")
+    for function in "compute_loss", "check_loss", "probe_loss":
+        house.drop_parameter(function, "chunked", False)
+    house.reword(", chunked=False)", ")")
+    told = "With `chunked`, the logits of a few tokens at a time, and none of tokens without a target."
+    house.reword(f"\n\n    {told}\n    ", "")
 
 
-def evaluation(script: Script) -> None:
-    samples(script)
-    keep_best(script)
-    patience(script)
-    script.drop_definition("evaluate")
-    script.drop_definition("check_evaluations")
-    script.drop_statements("go_offline_without_network", "eval_sources")
-    script.drop_field("Setup.eval_data", None)
-    script.drop_field("Setup.token_bytes", None)
-    script.drop_statements("build_setup", "token_bytes")
-    script.drop_statements("announce", "eval_rows")
-    script.drop_statements("announce", "followed")
-    script.drop_element("run_record", "evaluation")
-    script.drop_statements("resume", "evaluation")
-    script.drop_statements("load_data", "eval_sources")
-    script.drop_returned("load_data", 1)
-    script.drop_statements("prepare", "eval_data")
-    script.drop_definition("Config.check_eval_sources")
-    script.drop_definition("Data.eval_sources")
-    script.drop_setting("run.eval_every", 0)
-    script.drop_setting("eval.follow", None)
-    script.drop_setting("eval.max_rows", None)
-    script.drop_setting("data.eval_fraction", 0)
-    script.drop_setting("data.eval_source", None)
-    script.drop_definition("say_what_is_shared")
-    script.drop_clause("IndexWriter.finish", "data.eval_source")
-    script.drop_parameter("load_training_rows", "held_out", False)
-    script.drop_parameter("load_rows", "held_out", False)
-    script.drop_statements("nearest_setting", "in_evaluation")
-    script.drop_element("SHOWN", "eval/loss")
-    script.drop_statements("draw_curves", "eval/loss")
+def evaluation(house: House) -> None:
+    samples(house)
+    keep_best(house)
+    patience(house)
+    house.drop_definition("evaluate")
+    house.drop_definition("check_evaluations")
+    house.drop_statements("go_offline_without_network", "eval_sources")
+    house.drop_field("Setup.eval_data", None)
+    house.drop_field("Setup.token_bytes", None)
+    house.drop_statements("build_setup", "token_bytes")
+    house.drop_statements("announce", "eval_rows")
+    house.drop_statements("announce", "followed")
+    house.drop_element("run_record", "evaluation")
+    house.drop_statements("resume", "evaluation")
+    house.reword("-> tuple[Dataset, dict[str, Dataset]]", "-> Dataset")
+    house.reword("train_data, eval_data = load_data(", "train_data = load_data(")
+    house.reword("return train, held_out", "return train")
+    house.reword(', and those of each evaluation by its name. The only evaluation has the name ""', "")
+    house.drop_statements("prepare", "eval_data")
+    house.drop_definition("Config.check_eval_sources")
+    house.drop_definition("Data.eval_sources")
+    house.drop_setting("run.eval_every", 0)
+    house.drop_setting("eval.follow", None)
+    house.drop_setting("eval.max_rows", None)
+    house.drop_setting("data.eval_fraction", 0)
+    house.drop_setting("data.eval_source", None)
+    house.reword("data or data.eval_source: there", "data: there")
+    house.drop_parameter("load_training_rows", "held_out", False)
+    house.drop_parameter("load_rows", "held_out", False)
+    house.drop_parameter("load_training_rows", "others", None)
+    house.drop_parameter("load_rows", "others", None)
+    house.drop_statements("load_data", "eval_sources")
+    house.drop_statements("load_data", "held_out")
+    house.drop_statements("nearest_setting", "in_evaluation")
+    house.drop_element("SHOWN", "eval/loss")
+    house.drop_statements("draw_curves", "eval/loss")
 
 
-def fsdp(script: Script) -> None:
-    expert_parallel(script)
-    script.replace("choose_strategy", "accelerator.is_fsdp2", "False")
+BY_HAND = "pp", "tp", "ep"
 
 
-def context_parallel(script: Script) -> None:
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        script.replace(function, "context_parallel_size() > 1", "False")
-    script.replace("ranks_per_row", "sequence_parallel_size() * context_parallel_size()", "sequence_parallel_size()")
-    script.drop_statements("SharedRows.check", "one_way")
-    script.drop_field("Documents.row_pieces", ())
-    script.replace("attention_by_document", "mask_of", "causal_mask")
-    script.drop_parameter("attention_by_document", "mask_of")
+def drop_dimension(house: House, name: str) -> None:
+    """Each rank has the first and only place in a dimension of Layout."""
+    house.drop_argument("size", name)
+    house.drop_element("", name)
+    house.drop_field(f"Layout.{name}", 1)
+    left = {house.name_of(node) for node in house.find("Layout").body}
+    if name in BY_HAND and not left & set(BY_HAND):
+        house.read_as("is_divided", False)
+        house.reword("        BY_HAND,\n", "        (),\n")
+    if name in ("cp", "sp") and not left & {"cp", "sp"}:
+        house.read_as("layout.row_ranks", 1)
+    if any("        (),\n" in source for source in house.sources.values()):
+        house.drop_element("REFUSED", ())
 
 
-def shared_rows(script: Script) -> None:
+def fsdp(house: House) -> None:
+    expert_parallel(house)
+    for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
+        house.drop_element("REFUSED", setting)
+    house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
+    house.replace(
+        "Layout.uses", "self.is_sharded if name == 'dp_shard' else self.size(name) > 1", "self.size(name) > 1"
+    )
+    house.drop_statements("Layout.setting", "dp_shard")
+    house.drop_parameter("layout_of", "is_sharded", False)
+    house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
+    house.replace("PlannedLaunch.__init__", "os.environ.get('ACCELERATE_USE_FSDP') == 'true'", "False")
+    house.drop_field("Layout.is_sharded", False)
+    house.reword('place("dp_replicate", "dp_shard")', 'place("dp_replicate")')
+    drop_dimension(house, "dp_shard")
+
+
+def context_parallel(house: House) -> None:
+    house.drop_statements("layout_of", "one_way")
+    house.reword('place("cp", "sp")', 'place("sp")')
+    drop_dimension(house, "cp")
+    house.drop_field("Documents.row_pieces", ())
+    house.replace("attention_by_document", "mask_of", "causal_mask")
+    house.drop_parameter("attention_by_document", "mask_of")
+
+
+def shared_rows(house: House) -> None:
     """Sequence and context parallelism."""
-    context_parallel(script)
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        script.replace(function, "sequence_parallel_size() > 1", "False")
-    script.replace("ranks_per_row", "sequence_parallel_size()", "1")
-    script.drop_field("Documents.row_ranks", None)
-    script.replace("DDP.forward_backward", "self.shard(batch)", "batch")
-    script.replace("largest_micro_batch", "strategy.shard(batch)", "batch")
-    script.drop_statements("eval_batches", "strategy.shard")
-    script.drop_statements("trace_pass", "rank_in_group")
-    script.drop_statements("trace_pass", "launch.strategy.ranks")
-    script.drop_statements("trace_pass", "launch.strategy.shard")
-    script.drop_statements("memory_of_passes", "ranks_per_row")
+    context_parallel(house)
+    drop_dimension(house, "sp")
+    house.drop_field("Documents.row_ranks", None)
     traced = "traced(config, found, layers, launch, rank)"
-    script.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=Pass.peak)", traced)
-    script.drop_parameter("trace_pass", "rank", 0)
-    script.drop_parameter("traced", "rank", 0)
-    script.drop_call_in_with("sending_nothing")
+    house.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=Pass.peak)", traced)
+    house.drop_parameter("trace_pass", "rank", 0)
+    house.drop_parameter("traced", "rank", 0)
 
 
-def tensor_parallel(script: Script) -> None:
-    script.replace("PlannedLaunch.__init__", "tensor_parallel_size()", "1")
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        script.replace(function, "tensor_parallel_size() > 1", "False")
-    script.replace("DDP.forward_backward", "self.averages_over", "self.accelerator.num_processes")
-    script.replace("train_step", "strategy.dropout_rank", "setup.accelerator.process_index")
-    script.drop_statements("DDP.__init__", "averages_over")
-    script.drop_statements("DDP.__init__", "dropout_rank")
-    script.drop_statements("silence_libraries", "returned a view")
-    script.drop_statements("silence_libraries", "_redistribute")
+def tensor_parallel(house: House) -> None:
+    house.drop_statements("layout_of", "whole")
+    drop_dimension(house, "tp")
+    house.reword('place(*self.layout.DATA, "tp")', "place(*self.layout.DATA)")
+    house.drop_parameter("Parallelism.note_reductions", "partial", [])
+    house.reword("    tp            the same rows, and a part of each matrix  parallelism_config_tp_size\n", "")
 
 
-def expert_parallel(script: Script) -> None:
-    for function in "choose_strategy", "kind_of_fsdp2":
-        script.replace(function, "config.model.expert_ranks > 1", "False")
-    script.drop_setting("model.expert_ranks", 1)
+def expert_parallel(house: House) -> None:
+    drop_dimension(house, "ep")
+    house.replace("Parallelism.divide", "experts", "[]")
+    house.reword(
+        "\n    and, for the experts of a mixture, in a second mesh, in which ep (model.expert_ranks) and what is", ""
+    )
+    house.reword(" left of\n    dp_shard x cp x sp x tp take the place of these four.\n", "")
+    house.drop_setting("model.expert_ranks", 1)
 
 
-def pipeline_parallel(script: Script) -> None:
-    for function in "kind_of_ddp", "kind_of_fsdp2":
-        script.replace(function, "config.model.pipeline_ranks > 1", "False")
-    script.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
-    script.drop_statements("plan_table", "bubble")
-    script.drop_parameter("plan_batch", "least_micro_steps", 1)
-    script.drop_setting("model.pipeline_ranks", 1)
-    script.drop_setting("model.pipeline_schedule", "1F1B")
+def pipeline_parallel(house: House) -> None:
+    drop_dimension(house, "pp")
+    house.reword("    pp            other layers                            model.pipeline_ranks\n", "")
+    house.read_as("self.pipeline", None)
+    house.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
+    house.drop_statements("plan_table", "bubble")
+    house.drop_parameter("plan_batch", "least_micro_steps", 1)
+    house.drop_setting("model.pipeline_ranks", 1)
+    house.drop_setting("model.pipeline_schedule", "1F1B")
 
 
-def deepspeed(script: Script) -> None:
-    script.replace("choose_strategy", "kind == 'DEEPSPEED'", "False")
-    saved = "self.setup.model, self.setup.optimizers"
-    script.replace("Saver.save", f"self.setup.strategy.state({saved})", f"trained_state({saved})")
-    script.replace("load_checkpoint", "strategy.state(model, optimizers)", "trained_state(model, optimizers)")
-    script.drop_statements("load_checkpoint", "put_back")
-    script.drop_parameter("load_checkpoint", "strategy")
-    script.never_used |= {"update: optimizer.found_inf"}  # By this script. torch uses it.
-    script.drop_definition("DDP.state")
-    script.drop_definition("DDP.put_back")
+def deepspeed(house: House) -> None:
+    house.replace("choose_parallelism", "kind == 'DEEPSPEED'", "False")
+    house.drop_statements("load_checkpoint", "put_back")
+    house.never_used |= {"update: optimizer.found_inf"}  # By this script. torch uses it.
+    house.drop_definition("Parallelism.put_back")
 
 
-def memory_plan(script: Script) -> None:
-    script.drop_setting("perf.device_memory_gib", None)
-    script.drop_definition("DDP.division")
-    script.drop_definition("DDP.check_model")
+def memory_plan(house: House) -> None:
+    house.drop_setting("perf.device_memory_gib", None)
+    house.drop_definition("PlannedLaunch.changed")
+    house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
 
 
-def chat(script: Script) -> None:
-    script.drop_choice("data.format", "chat")
-    script.drop_element("WeightedSource.format", "chat")
-    script.drop_setting("data.chat_template", None)
-    script.drop_setting("data.special_tokens", [])
-    script.drop_element("FORMATS", "chat")
-    script.drop_clause("Data.format", "role and content")
+def chat(house: House) -> None:
+    house.drop_choice("data.format", "chat")
+    house.reword('Literal["text", "chat", "tokens"]', 'Literal["text", "tokens"]')
+    of_sources = "any(source.format == 'chat' for source in (config.sources or {}).values())"
+    house.replace("load_tokenizer", of_sources, "False")
+    house.replace("tokenize_part", "is_chat", "False")
+    house.drop_setting("data.chat_template", None)
+    house.drop_setting("data.chat_template_kwargs", None)
+    house.drop_setting("data.train_on", "all")
+    house.drop_setting("data.special_tokens", [])
+    house.drop_element("FORMATS", "chat")
+    house.reword("a text; a chat, a list of role and content; or tokens", "a text, or tokens")
 
 
 FEATURES = {
@@ -287,17 +321,124 @@ FEATURES = {
 }
 
 
-def without(source: str, features: list[str]) -> Script:
-    """The script without these features. A single one must be found wherever it is looked for; several share places."""
-    script = Script(source, strict=len(features) == 1)
+# The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
+FILES = {
+    "LoRA": ["configs/lora_8b.yaml"],
+    "samples": ["samerun/run/sample.py"],
+    "packing": ["tests/test_packing.py"],
+    "sources": ["tests/test_mixture.py"],
+    "evaluation": ["samerun/run/sample.py", "samerun/model/token_bytes.py", "tests/test_evaluation.py"],
+    "FSDP": [
+        "samerun/parallel/fsdp.py",
+        "samerun/parallel/experts.py",
+        "tests/test_expert_parallel.py",
+        "accelerate_configs/context_parallel.yaml",
+        "accelerate_configs/fsdp2.yaml",
+        "accelerate_configs/fsdp2_tensor_parallel.yaml",
+        "accelerate_configs/hsdp.yaml",
+        "accelerate_configs/sequence_parallel.yaml",
+    ],
+    "context parallelism": ["accelerate_configs/context_parallel.yaml"],
+    "sequence and context parallelism": [
+        "samerun/parallel/rows.py",
+        "tests/test_sequence_parallel.py",
+        "accelerate_configs/context_parallel.yaml",
+        "accelerate_configs/sequence_parallel.yaml",
+        "configs/long_context.yaml",
+    ],
+    "tensor parallelism": [
+        "samerun/parallel/tensor.py",
+        "tests/test_tensor_parallel.py",
+        "accelerate_configs/fsdp2_tensor_parallel.yaml",
+        "accelerate_configs/tensor_parallel.yaml",
+    ],
+    "expert parallelism": ["samerun/parallel/experts.py", "tests/test_expert_parallel.py"],
+    "pipeline parallelism": ["samerun/parallel/pipeline.py", "tests/test_pipeline.py"],
+    "DeepSpeed": [
+        "samerun/parallel/deepspeed.py",
+        "tests/test_deepspeed.py",
+        "accelerate_configs/deepspeed_zero2.yaml",
+        "accelerate_configs/deepspeed_zero3.yaml",
+    ],
+    "chat": ["configs/finetune_chat.yaml", "configs/chat_template.jinja"],
+}
+# What else in a string of a test is about a feature, besides its settings: launcher files, metrics, messages, cases.
+# Or the name of a test that mentions nothing of what it needs.
+WORDS = {
+    "LoRA": ["test_lora_flops"],
+    "samples": ["samples.jsonl"],
+    "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
+    "curves": ["curves.png"],
+    "auto": ["auto tries", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
+    "packing": ["test_a_model_that_needs_its_masks_gets_them", "test_an_encoder_is_refused"],
+    "keep_best": ["test_damaged_fields_of_a_manifest"],
+    "patience": ["test_damaged_fields_of_a_manifest"],
+    "sources": ["test_damaged_fields_of_a_manifest"],
+    "evaluation": [
+        "eval/",
+        "section-without-fields",
+        "less-data-than",
+        "test_damaged_fields_of_a_manifest",
+        "test_names_of_other_trainers_are_answered_with_ours",
+        "test_other_data_in_the_same_place",
+        "test_tokens_that_are_gone_from_the_cache_are_made_again",
+    ],
+    "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP"],
+    "context parallelism": ["context_parallel", "cp_size", "CP_SIZE"],
+    "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],
+    "tensor parallelism": ["tensor_parallel", "tp_size", "TP_SIZE"],
+    "DeepSpeed": ["deepspeed", "DeepSpeed"],
+    "chat": ["chat"],
+}
+
+
+def without(sources: dict[str, str], features: list[str]) -> House:
+    """The files without these features. A single one must be found wherever it is looked for; several share places."""
+    house = House(sources, strict=len(features) == 1)
     for feature in features:
-        FEATURES[feature](script)
-    script.tidy()
-    return script
+        FEATURES[feature](house)
+    house.tidy()
+    return house
+
+
+def without_settings(text: str, gone: Iterable[str]) -> str:
+    """A file of configs/ without the lines of these settings."""
+    kept, section, dropping = [], "", False
+    for line in text.splitlines(keepends=True):
+        indent = len(line) - len(line.lstrip(" "))
+        if indent == 0 and line.strip() and line[0] != "#":
+            section, dropping = line.split(":")[0], False
+        elif indent == 2 and line[2] not in "#-\n":
+            dropping = f"{section}.{line.split(':')[0].strip()}" in gone
+        if not dropping:
+            kept.append(line)
+    return "".join(kept)
+
+
+def take_out(root: Path, features: list[str]) -> House:
+    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests."""
+    before = House(read(root, *SOURCE))
+    after = without(before.sources, features)
+    words = [word for feature in features for word in WORDS.get(feature, [])]
+    paths = {path for feature in features for path in FILES.get(feature, [])}
+    for path in before.texts.keys() - after.texts.keys() | paths:
+        assert path not in after.texts, f"{path} is still used"
+        (root / path).unlink(missing_ok=True)
+    write(root, after.sources)
+    for path in (root / "configs").glob("*.yaml"):
+        path.write_text(without_settings(path.read_text(), after.switched_off))
+    schema = "import json; from samerun.config import Config; print(json.dumps(Config.model_json_schema(), indent=2))"
+    made = subprocess.run([sys.executable, "-c", schema], cwd=root, capture_output=True, text=True, check=True)
+    (root / "configs/schema.json").write_text(made.stdout)
+    tests = [root / "tests/helpers.py", root / "tests/reference.py", *(root / "tests").glob("test_*.py")]
+    tests = Tests(read(root, *(str(path.relative_to(root)) for path in tests)), what_is_gone(before, after, words))
+    write(root, tests.prune())
+    print(*(f"{name}: {why}" for name, why in tests.went.items()), sep="\n")
+    return after
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        TRAIN.write_text(without(TRAIN.read_text(), sys.argv[1:]).source)
+        take_out(ROOT, sys.argv[1:])
     else:
         print(*FEATURES, sep="\n")

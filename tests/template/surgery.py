@@ -1,31 +1,34 @@
-"""Takes parts out of a Python script by its syntax tree: functions, settings, parameters, calls.
+"""Takes parts out of Python files by their syntax trees: functions, settings, parameters.
 
-No operation depends on how a line is written. Comments and layout stay, because what goes is cut out of the text, at
-the places that the tree names.
+Comments and layout stay, because what goes is cut out of the text, at the places that the trees name.
 
-    script = Script(source)
-    script.drop_setting("run.keep_best", False)     each operation fails if it finds nothing to do
-    script.tidy()                                   what can never run and what nobody uses any more
-    script.source
+    house = House(read(ROOT, "train.py", "samerun"))
+    house.drop_setting("run.keep_best", False)      each operation fails if it finds nothing to do
+    house.tidy()                                    what can never run and what nobody uses any more
+    house.sources                                   the text of each file that is left
 
-features.py names the operations that take a feature out of train.py, and fork_classifier.py makes another task of it.
+A top-level name stands for one thing in all files, so no operation needs to know the file. features.py names the
+operations that take a feature out.
 """
 
 import ast
 import functools
 import io
-import json
+import itertools
 import operator
-import re
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from itertools import accumulate
+from pathlib import Path
 
 OPERATORS = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
     ast.In: lambda some, all: some in all,
@@ -79,29 +82,18 @@ def mentions(node: ast.AST, what: str) -> bool:
     return False
 
 
-def without_clause(text: str, what: str) -> str:
-    """The text without its clause about `what`, or without this item of a list in words.
+def read(root: Path, *names: str) -> dict[str, str]:
+    """The Python files of these names and in folders of these names, by their paths below the root."""
+    files = [
+        file for name in names for file in ([root / name] if name.endswith(".py") else (root / name).rglob("*.py"))
+    ]
+    return {str(file.relative_to(root)): file.read_text() for file in sorted(files)}
 
-    Semicolons separate clauses, or else commas, or else an `or`.
-    """
-    item = re.search(rf"(,| or)\s+{re.escape(what)}(?=,|:|\s+(and|or)\s)", text)
-    if item:
-        return text[: item.start()] + text[item.end() :]
-    marks = [mark for mark in ("; ", ", ", " or ") if mark in text]
-    if not marks:
-        raise LookupError(f"what is said about {what} is no clause of its own: {text!r}")
-    separator = marks[0]
-    pieces = text.split(separator)
-    [at] = [number for number, piece in enumerate(pieces) if what in piece]
-    gone = pieces.pop(at)
-    if at == 0:  # A text often begins with what it is about.
-        head, colon, _ = gone[: gone.index(what)].rpartition(": ")
-        pieces[0] = head + colon + pieces[0].removeprefix("or ")
-    elif separator != "; " and ": " in gone:
-        pieces[at - 1] += gone[gone.index(": ") :]
-    elif at == len(pieces) and gone.endswith("."):
-        pieces[-1] += "."
-    return separator.join(pieces)
+
+def write(root: Path, sources: dict[str, str]) -> None:
+    for file, source in sources.items():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(source)
 
 
 def operation(method):
@@ -119,68 +111,85 @@ def operation(method):
     return tried
 
 
-class Script:
-    def __init__(self, source: str, strict: bool = True):
-        self.text = source.encode()  # Because the columns of a syntax tree count bytes.
+class House:
+    """Python files, each by its path."""
+
+    def __init__(self, sources: dict[str, str], strict: bool = True):
+        self.texts = {file: source.encode() for file, source in sources.items()}  # Columns of a tree count bytes.
         self.strict = strict
         self.skipped = []
-        self.parse()
+        self.harmless = set()  # Those of them that do not change what a run learns.
+        self.parameters = []  # (function, position, name) of those that are gone.
+        self.switched_off = {}  # The settings that are gone, and the value that stands in their place.
+        self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
+        for file in self.texts:
+            self.parse(file)
         self.never_used = set(self.unused())
 
     @property
-    def source(self) -> str:
-        return self.text.decode()
+    def sources(self) -> dict[str, str]:
+        return {file: text.decode() for file, text in self.texts.items()}
 
-    # The tree and its places in the text
+    # The trees and their places in the text
 
-    def parse(self) -> None:
-        self.tree = ast.parse(self.text)
-        self.lines = self.text.splitlines(keepends=True)
-        self.starts = [0, *accumulate(map(len, self.lines))]
-        self.parents, self.nodes = {}, [self.tree]
-        for node in self.nodes:  # Which grows meanwhile. ast.walk() takes three times as long.
+    def parse(self, file: str) -> None:
+        tree = self.trees[file] = ast.parse(self.texts[file])
+        self.lines[file] = self.texts[file].splitlines(keepends=True)
+        self.starts[file] = [0, *accumulate(map(len, self.lines[file]))]
+        tree.parent, tree.file, nodes = None, file, [tree]
+        for node in nodes:  # Which grows meanwhile. ast.walk() takes three times as long.
             for name in node._fields:
                 value = getattr(node, name, None)
                 for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST) and not isinstance(child, MARKS):
-                        self.parents[child] = node
-                        self.nodes.append(child)
+                        child.parent, child.file = node, file
+                        nodes.append(child)
+        self.nodes_of[file] = nodes
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        start = self.starts[node.lineno - 1] + node.col_offset
-        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
+    @property
+    def nodes(self) -> list[ast.AST]:
+        return list(itertools.chain(*self.nodes_of.values()))
+
+    def start_of(self, node: ast.AST, line: int) -> int:
+        """The first byte of a line of the file that a node is in. Lines count from 0."""
+        return self.starts[node.file][line]
+
+    def span(self, node: ast.AST) -> tuple[str, int, int]:
+        start = self.start_of(node, node.lineno - 1) + node.col_offset
+        return node.file, start, self.start_of(node, node.end_lineno - 1) + node.end_col_offset
 
     def text_of(self, node: ast.AST) -> str:
-        start, end = self.span(node)
-        return self.text[start:end].decode()
+        file, start, end = self.span(node)
+        return self.texts[file][start:end].decode()
 
-    def line_span(self, first: ast.stmt, last: ast.stmt | None = None) -> tuple[int, int]:
+    def line_span(self, first: ast.stmt, last: ast.stmt | None = None) -> tuple[str, int, int]:
         """Whole lines of one or more statements, with decorators and the comment above."""
         line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", []))]) - 1
-        while line > 0 and self.lines[line - 1].startswith(b" " * first.col_offset + b"#"):
+        while line > 0 and self.lines[first.file][line - 1].startswith(b" " * first.col_offset + b"#"):
             line -= 1
-        return self.starts[line], self.starts[(last or first).end_lineno]
+        return first.file, self.start_of(first, line), self.start_of(first, (last or first).end_lineno)
 
-    def edit(self, edits: list[tuple[int, int, str]]) -> None:
-        """Replace pieces of the text. Of two that overlap, the outer one counts."""
-        kept, reached = [], 0
-        for start, end, new in sorted(edits, key=lambda one: (one[0], -one[1])):
-            if start >= reached:
-                kept.append((start, end, new))
-                reached = end
-        for start, end, new in reversed(kept):
-            self.text = self.text[:start] + new.encode() + self.text[end:]
-        self.parse()
+    def edit(self, edits: list[tuple[str, int, int, str]]) -> None:
+        """Replace pieces of the texts. Of two that overlap, the outer one counts."""
+        for file in {file for file, *_ in edits}:
+            kept, reached = [], 0
+            own = [one for one in edits if one[0] == file]
+            for _, start, end, new in sorted(own, key=lambda one: (one[1], -one[2])):
+                if start >= reached:
+                    kept.append((start, end, new))
+                    reached = end
+            for start, end, new in reversed(kept):
+                self.texts[file] = self.texts[file][:start] + new.encode() + self.texts[file][end:]
+            self.parse(file)
 
     def find(self, path: str) -> ast.AST:
-        """A function, class, method or constant of the script by its dotted name; "" is the script itself."""
-        node = self.tree
-        for name in path.split(".") if path else []:
-            found = [child for child in node.body if self.name_of(child) == name]
+        """A function, class, method or constant by its dotted name."""
+        found = list(self.trees.values())
+        for name in path.split("."):
+            found = [child for node in found for child in node.body if self.name_of(child) == name]
             if not found:
                 raise LookupError(f"there is no {path}")
-            [node] = found
-        return node
+        return found[0]
 
     @staticmethod
     def name_of(statement: ast.stmt) -> str | None:
@@ -190,7 +199,7 @@ class Script:
 
     def block_of(self, statement: ast.stmt) -> tuple[ast.AST, str]:
         """What holds a statement, and under which name: body, orelse, ..."""
-        owner = self.parents[statement]
+        owner = statement.parent
         for name, block in ast.iter_fields(owner):
             if isinstance(block, list) and statement in block:
                 return owner, name
@@ -201,19 +210,27 @@ class Script:
 
     def owners(self, node: ast.AST) -> list[ast.AST]:
         """What a node stands in, from the inside to the outside."""
-        found = [node]
-        while found[-1] in self.parents:
-            found.append(self.parents[found[-1]])
-        return found[1:]
+        found = []
+        while node.parent:
+            node = node.parent
+            found.append(node)
+        return found
 
     def statements(self, path: str) -> list[ast.stmt]:
+        """Those in a function or class; "" has all of them."""
+        if not path:
+            return [node for node in self.nodes if isinstance(node, ast.stmt)]
         root = self.find(path)
         return [node for node in ast.walk(root) if isinstance(node, ast.stmt) and node is not root]
 
     def calls(self, name: str) -> list[ast.Call]:
         """All calls of a function or method, or of a class for its __init__."""
-        known = [node for node in self.nodes if isinstance(node, ast.Call)]
-        return [node for node in known if name in (last_name(node.func), ast.unparse(node.func))]
+        return [node for node in self.nodes if isinstance(node, ast.Call) and last_name(self.called(node)) == name]
+
+    @staticmethod
+    def called(call: ast.Call) -> ast.expr:
+        """The function, which functools.partial() has as its first argument."""
+        return call.args[0] if last_name(call.func) == "partial" else call.func
 
     # Cutting
 
@@ -239,13 +256,20 @@ class Script:
             if left or owner in doomed:
                 continue
             if name == "orelse":
-                edits.append((self.starts[owner.body[-1].end_lineno], self.starts[statement.end_lineno], ""))
+                edits.append(
+                    (
+                        owner.file,
+                        self.start_of(owner, owner.body[-1].end_lineno),
+                        self.start_of(owner, statement.end_lineno),
+                        "",
+                    )
+                )
             elif getattr(owner, "orelse", None) or isinstance(owner, ast.Try):
                 raise ValueError(f"{where}: line {owner.lineno} would be left without its body")
             else:
                 waiting.append(owner)
-                if isinstance(owner, FUNCTIONS) and isinstance(self.parents[owner], ast.Module):
-                    users = [self.parents[call] for call in self.calls(owner.name)]
+                if isinstance(owner, FUNCTIONS) and isinstance(owner.parent, ast.Module):
+                    users = [call.parent for call in self.calls(owner.name)]
                     waiting += [user for user in users if isinstance(user, ast.Expr) and user not in doomed]
         self.edit(edits)
 
@@ -254,34 +278,39 @@ class Script:
         """Whether the first of them is a docstring."""
         return [type(one) for one in statements[:1]] == [ast.Expr] and isinstance(constant(statements[0].value), str)
 
-    def without_element(self, elements: list[ast.AST], at: int, owner: ast.AST) -> tuple[int, int, str]:
+    def without_element(self, elements: list[ast.AST], at: int, owner: ast.AST) -> tuple[str, int, int, str]:
         """The edit that takes one of several elements away, with its comma."""
-        start, end = self.span(elements[at])
+        file, start, end = self.span(elements[at])
+        if isinstance(owner, ast.Tuple) and len(elements) == 1:
+            return (*self.span(owner), "()")
         if isinstance(owner, ast.Tuple) and len(elements) == 2:  # What is left is still a tuple.
             return (*self.span(owner), f"({self.text_of(elements[1 - at])},)")
         if at > 0:
-            start = self.span(elements[at - 1])[1]
+            start = self.span(elements[at - 1])[2]
         elif len(elements) > 1:
-            end = self.span(elements[1])[0]
-        return start, end, ""
+            end = self.span(elements[1])[1]
+        elif self.texts[file][end : end + 1] == b",":
+            end += 1
+        return file, start, end, ""
 
-    def without_entry(self, key: ast.expr, value: ast.expr) -> tuple[int, int, str]:
+    def without_entry(self, key: ast.expr, value: ast.expr) -> tuple[str, int, int, str]:
         """The edit that takes an entry of a dict away, with its comma."""
-        start, end = self.span(key)[0], self.span(value)[1]
-        return start, end + (self.text[end : end + 1] == b","), ""
+        file, start, end = key.file, self.span(key)[1], self.span(value)[2]
+        return file, start, end + (self.texts[file][end : end + 1] == b","), ""
 
     @operation
     def drop_element(self, path: str, value) -> None:
-        """Remove a constant from a list, tuple or set, or the entry of a dict with this key."""
+        """Remove a constant from lists, tuples or sets, or a call with it; or the entry of a dict with this key."""
         edits = []
-        for node in ast.walk(self.find(path)):
+        for node in ast.walk(self.find(path)) if path else self.nodes:
             if isinstance(node, ast.Dict):
                 for key, held in zip(node.keys, node.values):
                     if key and constant(key) == value:
                         edits.append(self.without_entry(key, held))
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
-                    if constant(element) == value:
+                    given = element.args if isinstance(element, ast.Call) else [element]
+                    if any(constant(one) in (value, (value,)) for one in given):
                         edits.append(self.without_element(node.elts, at, node))
         if not edits:
             raise LookupError(f"{path}: no element {value!r}")
@@ -301,17 +330,6 @@ class Script:
         self.cut([node, *(one for one in users if node not in self.owners(one))], path)
 
     @operation
-    def drop_argument(self, callee: str, keyword: str) -> None:
-        edits = []
-        for call in self.calls(callee):
-            parts = [*call.args, *call.keywords]
-            found = [at for at, part in enumerate(parts) if getattr(part, "arg", None) == keyword]
-            edits += [self.without_element(parts, at, call) for at in found]
-        if not edits:
-            raise LookupError(f"no call of {callee} has an argument {keyword}")
-        self.edit(edits)
-
-    @operation
     def drop_parameter(self, path: str, name: str, value=UNKNOWN) -> None:
         """Remove a parameter of a function, and what all calls pass for it. Inside stands the value instead."""
         function, edits = self.find(path), []
@@ -322,20 +340,21 @@ class Script:
         at = names.index(name)
         elements = [*known.args, *known.defaults]
         elements = sorted(elements, key=self.span)  # A default stands after its parameter.
-        start, end = self.without_element(elements, elements.index(known.args[at]), function)[:2]
+        file, start, end, _ = self.without_element(elements, elements.index(known.args[at]), function)
         if at >= len(names) - len(known.defaults):
-            end = self.span(known.defaults[at - len(names)])[1]
-        edits.append((start, end, ""))
+            end = self.span(known.defaults[at - len(names)])[2]
+        edits.append((file, start, end, ""))
         if value is not UNKNOWN:
             reads = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
             edits += [(*self.span(node), repr(value)) for node in reads]
 
         is_method = names[0] == "self"
         called = path.split(".")[0] if function.name == "__init__" else function.name
+        self.parameters.append((called, at - is_method, name))
         for call in self.calls(called):
             parts = [*call.args, *call.keywords]
             keywords = [number for number, part in enumerate(parts) if getattr(part, "arg", None) == name]
-            position = at - is_method
+            position = at - is_method + (self.called(call) is not call.func)
             if keywords:
                 edits.append(self.without_element(parts, keywords[0], call))
             elif position < len(call.args):
@@ -343,11 +362,39 @@ class Script:
         self.edit(edits)
 
     @operation
+    def read_as(self, path: str, value) -> None:
+        """Put a value in place of every read of an attribute, such as "layout.row_ranks"."""
+        owner, _, name = path.rpartition(".")
+        found = [node for node in self.nodes if isinstance(node, ast.Attribute) and node.attr == name]
+        found = [node for node in found if isinstance(node.ctx, ast.Load) and owner in ("", last_name(node.value))]
+        if not found:
+            raise LookupError(f"nothing reads {path}")
+        self.edit([(*self.span(node), repr(value)) for node in found])
+
+    @operation
+    def drop_argument(self, callee: str, value: str) -> None:
+        """Remove a constant from the arguments of a method; a call that had no other one is 1."""
+        edits = []
+        for call in self.calls(callee):
+            at = [number for number, one in enumerate(call.args) if constant(one) == value]
+            if at and len(call.args) == 1:
+                edits.append((*self.span(call), "1"))
+            elif at:
+                edits.append(self.without_element(call.args, at[0], call))
+        if not edits:
+            raise LookupError(f"no call of {callee} has {value!r}")
+        self.edit(edits)
+
+    @operation
     def drop_field(self, path: str, value=UNKNOWN) -> None:
         """Remove a field of a class and the argument that sets it. Where it is read, the value stands instead."""
         owner, name = path.rsplit(".", 1)
+        self.find(path)  # Raises LookupError.
         edits = []
+        fields = [self.name_of(node) for node in self.find(owner).body if isinstance(node, ast.AnnAssign)]
         for call in self.calls(owner):
+            if fields.index(name) < len(call.args):
+                edits.append(self.without_element(call.args, fields.index(name), call))
             for at, keyword in enumerate(call.keywords):
                 if keyword.arg == name:
                     edits.append(self.without_element(call.keywords, at, call))
@@ -356,45 +403,6 @@ class Script:
                 if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
                     edits.append((*self.span(node), repr(value)))
         self.cut([self.find(path)], path, edits)
-
-    @operation
-    def drop_call_in_with(self, callee: str) -> None:
-        """Remove `with callee(...)` and the comment behind it. The block stays."""
-        edits = []
-        for node in self.nodes:
-            if not isinstance(node, ast.With):
-                continue
-            items = [item.context_expr for item in node.items]
-            for at, item in enumerate(items):
-                if isinstance(item, ast.Call) and callee in (last_name(item.func), ast.unparse(item.func)):
-                    if len(items) == 1:
-                        edits.append((*self.line_span(node), self.unwrapped(node)))
-                    else:
-                        end = self.span(items[-1])[1]
-                        comment = end + 1, self.starts[node.items[-1].context_expr.end_lineno] - 1, ""
-                        edits += [self.without_element(items, at, node), comment]
-        if not edits:
-            raise LookupError(f"no with calls {callee}")
-        self.edit(edits)
-
-    @operation
-    def drop_returned(self, path: str, at: int) -> None:
-        """Remove one element of the tuple that a function returns, also where it is called and in its annotation."""
-        function = self.find(path)
-        returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-        edits = [(*self.span(node), self.without(node, at)) for node in returned if isinstance(node, ast.Tuple)]
-        if function.returns:
-            elements = function.returns.slice
-            edits.append((*self.span(function.returns), self.without(elements, at, "tuple[{}]")))
-        for call in self.calls(function.name):
-            owner = self.parents[call]
-            if isinstance(owner, ast.Assign) and isinstance(owner.targets[0], ast.Tuple):
-                edits.append((*self.span(owner.targets[0]), self.without(owner.targets[0], at)))
-        self.edit(edits)
-
-    def without(self, elements: ast.Tuple, at: int, form: str = "{}") -> str:
-        left = [self.text_of(element) for number, element in enumerate(elements.elts) if number != at]
-        return left[0] if len(left) == 1 else form.format(", ".join(left))
 
     # Settings of train.py: fields of the classes that Config holds
 
@@ -438,6 +446,10 @@ class Script:
         """Remove a setting. Where it is read, the value that switches it off stands instead."""
         section, name = path.split(".")
         holder = self.section_class(section)
+        self.switched_off[path] = off
+        field = self.find(f"{holder}.{name}")
+        if last_name(getattr(field.annotation, "value", None)) == "MayChange":
+            self.harmless.add(path)
         edits = []
         for node in self.nodes:
             if self.is_setting(node, section, name):
@@ -449,38 +461,26 @@ class Script:
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
                         edits.append(self.without_element(node.elts, at, node))
-        self.cut([self.find(f"{holder}.{name}")], path, edits)
-        if holder not in map(self.name_of, self.tree.body):
+        self.cut([field], path, edits)
+        if not any(self.name_of(node) == holder for tree in self.trees.values() for node in tree.body):
+            self.switched_off[section] = UNKNOWN
+            self.harmless.add(section)
             self.cut([self.find(f"Config.{section}")], path)  # It was the last one of its section.
 
     @operation
     def drop_choice(self, path: str, value: str) -> None:
-        """Remove one of the values that a setting may have. No comparison with it is true any more."""
-        section, name = path.split(".")
-        edits = []
-        for node in ast.walk(self.find(f"{self.section_class(section)}.{name}").annotation):
-            if isinstance(node, ast.Subscript) and last_name(node.value) == "Literal":
-                choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-                values = list(map(constant, choices))
-                if values == [value]:
-                    union = self.parents[node]
-                    other = union.left if union.right is node else union.right
-                    edits.append((*self.span(union), self.text_of(other)))
-                elif value in values:
-                    edits.append(self.without_element(choices, values.index(value), node))
-        if not edits:
-            raise LookupError(f"{path} has no choice {value!r}")
-        for node in self.nodes:
-            is_about = isinstance(node, ast.Compare) and self.is_setting(node.left, section, name)
-            if is_about and constant(node.comparators[0]) == value:
-                edits.append((*self.span(node), repr(isinstance(node.ops[0], ast.NotEq))))
-        self.edit(edits)
+        """Let no comparison with a value that a setting may have be true any more."""
+        about = [one for one in self.nodes if isinstance(one, ast.Compare) and constant(one.comparators[0]) == value]
+        found = [one for one in about if self.is_setting(one.left, *path.split("."))]
+        if not found:
+            raise LookupError(f"{path} is never compared with {value!r}")
+        self.edit([(*self.span(one), repr(isinstance(one.ops[0], ast.NotEq))) for one in found])
 
     def mentions_setting(self, path: str) -> bool:
         """Whether a setting is still read anywhere, or named in a message or a comment."""
         if any(self.is_setting(node, *path.split(".")) for node in self.nodes):
             return True
-        tokens = tokenize.tokenize(io.BytesIO(self.text).readline)
+        tokens = [token for text in self.texts.values() for token in tokenize.tokenize(io.BytesIO(text).readline)]
         return any(path in token.string for token in tokens if token.type not in (tokenize.NAME, tokenize.OP))
 
     # Replacing
@@ -495,54 +495,50 @@ class Script:
         self.edit([(*self.span(node), new) for node in found])
 
     @operation
-    def put(self, path: str, definition: str) -> None:
-        """Replace a function or method by another."""
-        node = self.find(path)
-        start, end = self.line_span(node)
-        self.edit([(start, end, " " * node.col_offset + definition + "\n")])
-
-    @operation
-    def drop_clause(self, path: str, what: str) -> None:
-        """Remove from the messages in a function, or from the text below a setting, the clause that mentions `what`."""
-        node = self.find(path)
-        if isinstance(node, ast.AnnAssign):
-            block = self.parents[node].body
-            node = block[block.index(node) + 1]
-        edits = []
-        for part in ast.walk(node):
-            if not mentions(part, what) or isinstance(self.parents[part], ast.JoinedStr):
-                continue
-            if isinstance(part, ast.JoinedStr):
-                values = [value.value if isinstance(value, ast.Constant) else value for value in part.values]
-                marked = "".join(value if isinstance(value, str) else "\0" for value in values)
-                texts = without_clause(marked, what).split("\0")
-                holes = [value for value in values if not isinstance(value, str)]
-                assert len(holes) == len(texts) - 1, f"{path}: the clause about {what} has a value in it"
-                joined = [ast.Constant(texts[0])]
-                for hole, text in zip(holes, texts[1:]):
-                    joined += [hole, ast.Constant(text)]
-                edits.append((*self.span(part), ast.unparse(ast.JoinedStr(joined))))
-            elif isinstance(part, ast.Constant):
-                text = without_clause(part.value, what)
-                is_text = self.is_text([self.parents[part]])
-                edits.append((*self.span(part), f'"""{text}"""' if is_text else json.dumps(text, ensure_ascii=False)))
-        if not edits:
-            raise LookupError(f"{path}: no clause about {what}")
-        self.edit(edits)
+    def reword(self, old: str, new: str) -> None:
+        """Put one text in place of another, wherever it stands."""
+        found = [file for file, text in self.texts.items() if old.encode() in text]
+        if not found:
+            raise LookupError(f"nowhere stands {old!r}")
+        for file in found:
+            self.texts[file] = self.texts[file].replace(old.encode(), new.encode())
+            self.parse(file)
 
     # Tidying
 
     def tidy(self) -> None:
         """Remove what can never run, and what has nobody to use it any more. Then what ruff removes and formats."""
         before = None
-        while before != self.text:
-            before = self.text
+        while before != self.texts:
+            before = dict(self.texts)
             self.fold()
             self.drop_unused()
-        for command in (["check", "--select", "F401", "--fix", "--quiet"], ["format", "--line-length", "120"]):
-            command = [sys.executable, "-m", "ruff", *command, "--isolated", "-"]
-            self.text = subprocess.run(command, input=self.text, capture_output=True, check=True).stdout
-        self.parse()
+        self.ruff()
+        self.drop_empty_files()
+
+    def ruff(self, unused: str = "F401") -> None:
+        """Remove imports that are not used, and format."""
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), self.sources)
+            for command in ["check", "--select", unused, "--fix", "--unsafe-fixes"], ["format", "--line-length", "120"]:
+                command = [sys.executable, "-m", "ruff", *command, "--isolated", "--quiet", "--no-cache", folder]
+                subprocess.run(command, check=True)
+            self.texts = {file: Path(folder, file).read_bytes() for file in self.texts}
+        for file in self.texts:
+            self.parse(file)
+
+    def drop_empty_files(self) -> None:
+        """Those that have neither definitions nor statements any more, and packages of no other file."""
+        idle = ast.Expr | ast.Import | ast.ImportFrom
+        for file, tree in self.trees.items():
+            if tree.body and all(isinstance(node, idle) for node in tree.body):
+                del self.texts[file]
+        for file in [file for file in self.texts if file.endswith("/__init__.py")]:
+            if not any(other != file and other.startswith(file.removesuffix("__init__.py")) for other in self.texts):
+                del self.texts[file]
+        for known in self.trees, self.lines, self.starts, self.nodes_of:
+            for file in known.keys() - self.texts.keys():
+                del known[file]
 
     def fold(self) -> None:
         """Work out what follows from constants: `x or False` is x, and what stands under `if False` goes."""
@@ -585,6 +581,10 @@ class Script:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in OPERATORS:
                 values = constant(left), constant(right)
                 return None if UNKNOWN in values else repr(OPERATORS[type(op)](*values))
+            case ast.BinOp(op=ast.Mult(), left=left, right=right) if 1 in (constant(left), constant(right)):
+                return self.text_of(right if constant(left) == 1 else left)
+            case ast.BinOp(op=ast.FloorDiv(), left=left, right=ast.Constant(value=1)):
+                return self.text_of(left)
             case ast.IfExp(test=test) if constant(test) is not UNKNOWN:
                 return self.text_of(node.body if constant(test) else node.orelse)
             case ast.BoolOp():
@@ -611,7 +611,7 @@ class Script:
         word = " or " if decisive else " and "
         return word.join(self.text_of(operand) for operand in kept)
 
-    def simpler_statement(self, node: ast.AST) -> list[tuple[int, int, str]]:
+    def simpler_statement(self, node: ast.AST) -> list[tuple[str, int, int, str]]:
         match node:
             case ast.If(test=test) if constant(test) is not UNKNOWN:
                 return [self.settled(node, bool(constant(test)))]
@@ -620,44 +620,45 @@ class Script:
                 after = getattr(owner, name)
                 after = after[after.index(node) + 1 :]
                 if after:
-                    return [(self.starts[node.end_lineno], self.starts[after[-1].end_lineno], "")]
+                    end = self.start_of(node, after[-1].end_lineno)
+                    return [(node.file, self.start_of(node, node.end_lineno), end, "")]
         return []
 
-    def settled(self, node: ast.If, test: bool) -> tuple[int, int, str]:
+    def settled(self, node: ast.If, test: bool) -> tuple[str, int, int, str]:
         """The edit for an if whose test is known."""
-        start, end = self.line_span(node)
-        first_line = self.lines[node.lineno - 1].lstrip()
-        rest = self.starts[node.body[-1].end_lineno]  # Where the else or elif begins.
+        file, start, end = self.line_span(node)
+        first_line = self.lines[file][node.lineno - 1].lstrip()
+        rest = self.start_of(node, node.body[-1].end_lineno)  # Where the else or elif begins.
         if first_line.startswith(b"elif"):
-            start = self.starts[node.lineno - 1]
+            start = self.start_of(node, node.lineno - 1)
             if not test:
-                return start, rest, ""
-            return start, end, " " * node.col_offset + "else:\n" + self.unwrapped(node, dedent=False)
+                return file, start, rest, ""
+            return file, start, end, " " * node.col_offset + "else:\n" + self.unwrapped(node, dedent=False)
         if test:
-            return start, end, self.unwrapped(node)
+            return file, start, end, self.unwrapped(node)
         if not node.orelse:
-            return start, end, ""
-        tail = self.text[rest:end].decode()
+            return file, start, end, ""
+        tail = self.texts[file][rest:end].decode()
         if tail.lstrip().startswith("elif"):
-            return start, end, tail.replace("elif", "if", 1)
-        return start, end, self.unwrapped(node, "orelse")
+            return file, start, end, tail.replace("elif", "if", 1)
+        return file, start, end, self.unwrapped(node, "orelse")
 
     def unwrapped(self, node: ast.stmt, name: str = "body", dedent: bool = True) -> str:
         """The statements in a block as text, four columns to the left."""
         block = getattr(node, name)
-        start, end = self.line_span(block[0], block[-1])
-        lines = self.text[start:end].decode().splitlines(keepends=True)
+        file, start, end = self.line_span(block[0], block[-1])
+        lines = self.texts[file][start:end].decode().splitlines(keepends=True)
         return "".join(line[4:] if dedent and line.startswith("    ") else line for line in lines)
 
     def unused(self) -> dict[str, list[ast.stmt]]:
         """What is defined and never read, by name: functions, classes, constants, methods, attributes, variables."""
-        everywhere, found = self.names_read(self.tree), {}
+        everywhere, found = sum((self.names_read(tree) for tree in self.trees.values()), Counter()), {}
         for owner in self.nodes:
             if isinstance(owner, ast.Module | ast.ClassDef):
                 for node in owner.body:
                     name = self.name_of(node) or "__"
                     is_field = isinstance(owner, ast.ClassDef) and not isinstance(node, FUNCTIONS)
-                    if not (is_field or name.startswith("__") or (everywhere - self.names_read(node))[name]):
+                    if not (is_field or name.startswith("__") or everywhere[name] > self.names_read(node)[name]):
                         found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
             if isinstance(owner, FUNCTIONS):
                 read = self.variables_read(owner)
@@ -688,7 +689,9 @@ class Script:
         gone, edits = [node for nodes in new for node in nodes], []
         for node in self.nodes:  # a, b = 1, 2 where one or none of them is read.
             match node:
-                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(
+                    values
+                ):
                     owner = next(one for one in self.owners(node) if isinstance(one, (*FUNCTIONS, ast.Module)))
                     read = self.variables_read(owner)
                     kept = [at for at, name in enumerate(names) if not isinstance(name, ast.Name) or name.id in read]

@@ -1,23 +1,23 @@
-"""Who forks train.py deletes what they do not need: features.py takes each feature out, and nothing of it is left.
+"""Who forks this template deletes what they do not need: features.py takes each feature out, and nothing of it is left.
 
 The rest is the same run, to the last bit of its weights and checkpoints, and ruff finds no name unused or missing.
 """
 
-import importlib.util
+import importlib
 import io
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from features import FEATURES, TRAIN, without
-from helpers import Done, difference, run, tiny_config, write_config
+from features import FEATURES, FILES, SOURCE, without
+from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
-from surgery import Script
+from surgery import House, read, write
 
-from samerun.config import config_fields
+from samerun.config import Config, config_fields
 
-SOURCE = TRAIN.read_text()
+HOUSE = read(ROOT, *SOURCE)
 # Each feature alone, and all of them. Evaluation takes the samples, the best checkpoint and patience along, and FSDP
 # takes expert parallelism.
 CASES = {name: [name] for name in FEATURES}
@@ -32,7 +32,7 @@ def numbers(line: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The config of a tiny run that uses none of the features, and the run of the whole script."""
+    """The config of a tiny run that uses none of the features, and the run of the whole template."""
     folder = tmp_path_factory.mktemp("whole")
     config = tiny_config(folder)
     config["run"] |= {"max_steps": 6, "save_every": 3}
@@ -43,16 +43,20 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     config, expected = whole
-    script = tmp_path / "without.py"
-    rest = without(SOURCE, CASES[case])
-    script.write_text(rest.source)
-    subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", script], check=True)
+    rest = without(HOUSE, CASES[case])
+    write(tmp_path / "fork", rest.sources)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path / "fork"], check=True
+    )
+    assert not [room for name in CASES[case] for room in FILES.get(name, []) if room in rest.sources]
 
-    spec = importlib.util.spec_from_file_location("without", script)
-    fork = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "without", fork)
-    spec.loader.exec_module(fork)
-    gone = config_fields().keys() - fork.config_fields().keys()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("train", "samerun")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path / "fork")
+    fork = importlib.import_module("train")
+    assert fork.__file__ == str(tmp_path / "fork" / "train.py")
+    theirs = importlib.import_module("samerun.config")
+    gone = config_fields(Config).keys() - theirs.config_fields(theirs.Config).keys()
     assert not [name for name in gone if rest.mentions_setting(name)]
     kept = {section: dict(settings) for section, settings in config.items()}
     for section, name in (name.split(".") for name in gone):
@@ -71,6 +75,6 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
 
 
 def test_nothing_else_is_tidied_away():
-    script = Script(SOURCE)
-    script.tidy()
-    assert script.source == SOURCE
+    house = House(HOUSE)
+    house.tidy()
+    assert house.sources == HOUSE

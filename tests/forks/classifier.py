@@ -1,0 +1,93 @@
+"""An image classifier on train.py: the module that such a fork has beside it.
+
+A row is an image of 8 x 8 pixels and its class. Its length is its number of patches, which is what the model computes
+on, so that tokens per step and per second, MFU and data.sequence_length are about patches.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from samerun.config import Data, Model, Source
+from samerun.data.rows import Dataset
+from samerun.data.sources import load_source
+
+
+class Images(Dataset):
+    """Rows of images, and the endless stream of shuffled epochs over them."""
+
+    def __init__(self, images: datasets.Dataset, length: int, seed: int):
+        self.images = images.with_format("numpy")
+        self.length = length
+        self.tokens = len(images) * length
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fingerprint(self) -> str:
+        """What tells these images from others."""
+        return self.images._fingerprint
+
+    def read_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """A rank without rows gets one without a class, because all ranks must take part in a pass."""
+        return [self.read(row) for row in rows] or [np.append(np.zeros(64, int), -100)]
+
+    def read(self, row: int) -> np.ndarray:
+        """int64 [65]: 8 x 8 pixels, 0 to 255, and the class."""
+        image = self.images[int(row)]
+        return np.append(image["pixels"].astype(np.int64), image["label"])
+
+    def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(patches, targets) of each row. The target is the class."""
+        return np.full(len(rows), self.length), np.ones(len(rows), int)
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    images: torch.Tensor  # float32 [rows, 1, 8, 8]
+    targets: torch.Tensor  # int64 [rows], -100 for none.
+
+
+def load_images(config: Data, seed: int) -> tuple[Images, dict[str, Images]]:
+    def as_rows(source: Source) -> Images:
+        return Images(load_source(source), config.sequence_length, seed)
+
+    return as_rows(config), {name: as_rows(source) for name, source in config.eval_sources.items()}
+
+
+def collate_images(rows: list[np.ndarray], device: torch.device, joined: bool) -> ImageBatch:
+    pixels, targets = np.split(np.stack(rows), [64], axis=1)
+    images = torch.from_numpy(pixels.reshape(-1, 1, 8, 8)) / 255
+    return ImageBatch(images.to(device), torch.from_numpy(targets.flatten()).to(device))
+
+
+def build_classifier(config: Model, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForImageClassification.from_pretrained(config.pretrained)
+
+
+def classification_loss(
+    model: torch.nn.Module, batch: ImageBatch, token_loss: Callable
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the cross-entropy over a micro-batch's images, in float32, and how many of them are found."""
+    logits = model(batch.images).logits
+    loss, metrics = token_loss(logits, batch.targets)
+    sums = {name: terms.detach().sum() for name, terms in metrics.items()}
+    return loss, sums | {"accuracy": (logits.argmax(1) == batch.targets).sum()}
+
+
+def flops_per_patch(found: transformers.PreTrainedConfig, length: int) -> float:
+    """Forward and backward matrix FLOPs per patch, counted by torch on a model without storage."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = transformers.AutoModelForImageClassification.from_config(
+            copy.deepcopy(found), attn_implementation="eager"
+        )
+        model(torch.zeros(1, 1, 8, 8)).logits.sum().backward()
+    return counter.get_total_flops() / length

@@ -1,0 +1,157 @@
+"""Forks of this template, as the lines that they change. None of them edits a room of samerun/.
+
+make(folder, CLASSIFIER)        another task; its module lies beside train.py: tests/forks/classifier.py
+make(folder, METHOD)            another loss, optimizer, schedule and log line, and what its tests expect of them
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import ROOT
+
+Edits = dict[str, list[tuple[str, str]]]  # By file: a piece of its text, and what stands in its place.
+
+CLASSIFIER: Edits = {
+    "train.py": [
+        (
+            "from samerun.cli import",
+            "from classifier import build_classifier, classification_loss, collate_images\n"
+            "from classifier import flops_per_patch, load_images\n"
+            "from samerun.cli import",
+        ),
+        (
+            "partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)",
+            "partial(classification_loss, token_loss=token_loss)",
+        ),
+        ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
+        ("load_data(config.data, tokenizer, seed)", "load_images(config.data, seed)"),
+        ("    vocab_size = len(tokenizer) if tokenizer else None\n", ""),
+        (
+            '    needed = vocab_size if config.data.format != "tokens" else 0'
+            "  # Pre-tokenized data came with its vocabulary.\n",
+            "",
+        ),
+        (
+            "build_model(config.model, model_config(config, vocab_size), needed, seed)",
+            "build_classifier(config.model, seed)",
+        ),
+        (
+            "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
+            "flops_per_patch(bare.config, config.data.sequence_length)",
+        ),
+        ("    check_model(bare, config, accelerator, loss_of)\n", ""),
+        (
+            "    if config.model.architecture and tokenizer:\n"
+            "        use_special_tokens(bare, tokenizer, config.model.architecture)\n",
+            "",
+        ),
+        ("    check_prompts(bare, config, tokenizer)\n", ""),
+        ('    if config.data.format == "chat":\n        stop_after_turns(bare, tokenizer)\n', ""),
+        ("    vocabulary = vocabulary_size(bare)  # The strategy may divide the weights.\n", ""),
+        ('    if limit == "auto":\n        limit = largest_micro_batch(strategy, bare, optimizers)\n', ""),
+        (
+            "    token_bytes = None\n    if tokenizer and eval_data:\n"
+            "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
+            "",
+        ),
+        ("tokenizer=tokenizer,", "tokenizer=None,"),
+        ("collate=collate,", "collate=collate_images,"),
+        ("token_bytes=token_bytes,", "token_bytes=None,"),
+        ("vocabulary=vocabulary,", "vocabulary=0,"),
+        ("    check_vocabulary(setup)\n    check_rope(bare, stages, config.data.sequence_length)\n", ""),
+        ('            meter.enter("sampling")\n            metrics |= sample(setup)\n', ""),
+        ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
+        ("    announce(setup, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
+        ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
+    ],
+}
+METHOD: Edits = {
+    "train.py": [
+        (  # The loss: z-loss, as in PaLM (arXiv:2204.02311), section 5.
+            "    return cross_entropy.sum(), {",
+            "    z_loss = 0.01 * (targets != -100) * logits.float().logsumexp(1).square()\n"
+            "    cross_entropy = cross_entropy + z_loss\n"
+            '    return cross_entropy.sum(), {"z_loss": z_loss, ',
+        ),
+        (
+            "    return [adamw(trained, config)]\n",
+            "    return [torch.optim.NAdam(trained, lr=config.learning_rate, eps=config.adam_eps)]\n",
+        ),
+        ("remaining = 0.5 * (1 + math.cos(math.pi * done))", "remaining = 1 - math.sqrt(done)"),
+        (
+            '        "train/grad_norm": grad_norm,\n',
+            '        "train/grad_norm": grad_norm,\n        "train/log_step": math.log(progress.step),\n',
+        ),
+    ],
+    "tests/reference.py": [
+        (
+            '    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), int(',
+            "    z = 0.01 * torch.logsumexp(scores[targets != -100], 1).pow(2).sum()\n"
+            '    return z + F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), int(',
+        ),
+        (
+            '    betas = optim["adam_beta1"], optim["adam_beta2"]\n'
+            '    return [torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=betas, eps=optim["adam_eps"],'
+            " foreach=False)]\n",
+            '    return [torch.optim.NAdam(trained, lr=optim["learning_rate"], eps=optim["adam_eps"])]\n',
+        ),
+        (
+            "(1 + math.cos(math.pi * (step - warmup) / (max_steps - warmup))) / 2",
+            "(1 - ((step - warmup) / (max_steps - warmup)) ** 0.5)",
+        ),
+    ],
+}
+
+
+def edit(folder: Path, edits: Edits) -> None:
+    """Fails if one of the edits has nothing to change any more, or more than one place."""
+    for file, pairs in edits.items():
+        text = (folder / file).read_text()
+        for old, new in pairs:
+            assert text.count(old) == 1, f"{file} has {text.count(old)} times what the fork changes: {old}"
+            text = text.replace(old, new)
+        (folder / file).write_text(text)
+    unused = ["ruff", "check", "--select", "F401", "--fix", "--quiet", "--isolated", *(folder / file for file in edits)]
+    subprocess.run([sys.executable, "-m", *unused], check=True)
+
+
+def newer(room: Path) -> None:
+    """Change a room as a later commit may: at its beginning, at its end, and in each docstring."""
+    text = room.read_text()
+    if text:
+        lines = text.replace(':\n    """', ':\n    """Newer. ').splitlines(keepends=True)
+        room.write_text("".join([*lines, f"\n\ndef newer_in_{room.stem}() -> None:\n    pass\n"]))
+
+
+def make(folder: Path, edits: Edits, *modules: Path) -> None:
+    """A fork with these changes and its own modules, that has then merged a commit in which all rooms are newer.
+
+    Raises CalledProcessError for a conflict.
+    """
+
+    def git(*words: str) -> None:
+        me = "-c", "user.name=fork", "-c", "user.email=fork@example.org"
+        subprocess.run(["git", *me, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+    ignored = shutil.ignore_patterns("__pycache__", "template", "benchmarks", ".*")
+    for name in "samerun", "tests", "configs", "accelerate_configs":
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for file in ROOT / "train.py", ROOT / "pyproject.toml":
+        shutil.copy(file, folder)
+    git("init", "--quiet", "--initial-branch", "template")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "The template")
+    git("switch", "--quiet", "--create", "fork")
+    for module in modules:
+        shutil.copy(module, folder)
+    edit(folder, edits)
+    git("add", ".")
+    git("commit", "--quiet", "--message", "The fork")
+    git("switch", "--quiet", "template")
+    for room in (folder / "samerun").rglob("*.py"):
+        newer(room)
+    git("commit", "--quiet", "--all", "--message", "Newer rooms")
+    git("switch", "--quiet", "fork")
+    git("merge", "--quiet", "template")
