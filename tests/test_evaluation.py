@@ -336,6 +336,7 @@ def test_a_chat_counts_what_the_assistant_says(tmp_path, prefix):
     config["data"] = source | {"eval_source": source, "packing": "none", "sequence_length": 64, "format": "chat"}
     config["data"]["tokenizer"] = str(sentencepiece(tmp_path / "tokenizer", prefix))
     config["data"]["chat_template"] = str(tmp_path / "template.jinja")
-    last = run(tmp_path, config).metrics[-2]
-    expected = last["eval/loss"] * last["train/target_tokens"] / math.log(2) / sum(len(t.encode()) for t in said)
+    done = run(tmp_path, config)
+    last, [targets] = done.metrics[-2], done.logged("train/target_tokens")
+    expected = last["eval/loss"] * targets / math.log(2) / sum(len(t.encode()) for t in said)
     assert last["eval/bits_per_byte"] == pytest.approx(expected, rel=1e-12)

@@ -58,7 +58,7 @@ def test_equals_the_plain_loop(truth, tmp_path, case):
     assert planned == plan and done.metrics[0]["plan/num_processes"] == (processes or 1)
     did.check(done)
     assert done.logged("train/target_tokens") == list(accumulate(did.targets))
-    assert done.metrics[-2]["train/rows"] == 300
+    assert done.logged("train/rows")[-1] == 300
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)  # So any two splits agree to 1e-6.
     assert done.logged("eval/perplexity")[-1] == pytest.approx(np.exp(did.eval_losses[30]), rel=1e-5)

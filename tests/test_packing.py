@@ -91,4 +91,4 @@ def test_the_run_is_that_of_the_documents_apart(tmp_path, processes):
     joint = launch(tmp_path, config, processes=processes, warm=True) if processes else run(tmp_path, config)
     assert joint.losses == pytest.approx(apart.losses, rel=1e-6)
     assert difference(joint.weights, apart.weights) < 1e-5
-    assert joint.metrics[-2]["perf/tokens_per_second"]
+    assert joint.logged("perf/tokens_per_second")[-1]
