@@ -93,7 +93,7 @@ def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
 def show(
     step: int, max_steps: int, metrics: dict[str, Any], names: tuple[str, ...], seconds_left: float | None
 ) -> None:
-    """Print the line of a step, the metrics of these names. Where no progress bar does, it says how long it will take."""
+    """Print the line of a step, with these metrics, and how long it will take where no progress bar says it."""
     line = f"step {step:,}/{max_steps:,}"
     for name in names:
         value = metrics.get(name)
