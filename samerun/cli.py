@@ -4,7 +4,6 @@ import argparse
 import difflib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -174,7 +173,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         is_usable = len(args.config) == 1 and min(args.plan, default=1) > 0
         require(is_usable, "give one --config FILE, --plan at least 1; see --help")
         file = where = args.config[0]
-        settings = parse_yaml(Path(file).read_text("utf-8")) or {}
+        with open(file, encoding="utf-8") as opened:
+            settings = parse_yaml(opened) or {}
         require(isinstance(settings, dict), "its top level must be sections, such as run: and data:")
         for name, value in split_overrides(rest):
             where = f"{name} {value}".strip()

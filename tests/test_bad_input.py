@@ -91,7 +91,7 @@ case(
     text="- run\n- batch\n",
     argv=[*CONFIG, "--run.seed", "1"],
 )
-case("config is a word", {}, "TMP/config.yaml", "run", "dictionary", text="run\n")
+case("config is a word", {}, "TMP/config.yaml: its top level must be sections", text="run\n")
 case("config is empty", {}, "TMP/config.yaml", "exactly one of", text="")
 case("config is binary", {}, "TMP/config.yaml", "utf-8", make=file("config.yaml", b"\xff\xfe"))
 case("config has a control character", {}, "TMP/config.yaml", "characters", text="run:\n  max_steps: \x07\n")
@@ -903,7 +903,7 @@ case(
 )
 case(
     "rows in another order",
-    {},
+    {"run.max_steps": 6},
     "Another version of train.py shuffled them",
     "finish the run with that version",
     "new run.output_dir",
@@ -912,7 +912,7 @@ case(
 )
 case(
     "changed data",
-    {},
+    {"run.max_steps": 6},
     "data fingerprint: 1 in the checkpoint",
     "step-00000004",
     "--run.allow_changes '[data fingerprint]'",

@@ -174,6 +174,7 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
     if not note.exists():
         with suppress(PermissionError):  # Another user has made them.
             note_files(note, sorted(folder.glob("*.arrow")))
+    require(builder.info.splits.total_num_examples, "it has no rows")
     return builder.as_dataset(split)
 
 
@@ -266,9 +267,7 @@ def read_files(builder: str, files: list[str]) -> datasets.Dataset:
     described = describe_files(builder, files)
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # It would drop cells that have no column.
-        documents = read(described, "train")
-    require(len(documents), "it has no rows")
-    return documents
+        return read(described, "train")
 
 
 class TextFiles(Text):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config
-from samerun.data.batches import collate
+from samerun.data.batches import MicroBatch, collate
 from samerun.errors import explained, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
@@ -61,11 +61,18 @@ def sums_inside(bare: torch.nn.Module) -> list[float]:
     hooks = [module.register_forward_hook(note) for module in bare.modules()]
     batch = collate([probe_row(vocabulary_size(bare), packed=False)], bare.device, joins_documents(bare))
     try:
-        bare.train()(**model_inputs(bare, batch))
+        try_pass(bare.train(), batch)
     finally:
         for hook in hooks:
             hook.remove()
     return sums
+
+
+def try_pass(bare: torch.nn.Module, batch: MicroBatch) -> Any:
+    """What the model returns. Raises UserError if it raises an error, as for heads that do not divide."""
+    advice = "its settings must fit together, such as num_attention_heads and num_key_value_heads"
+    with explained(f"model.pretrained or model.architecture: no pass of this {bare.config.model_type} works; {advice}"):
+        return bare(**model_inputs(bare, batch))
 
 
 def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
@@ -96,7 +103,7 @@ def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]
     hooks = [table.register_forward_hook(keep) for table in tables]
     batch = collate([row], bare.device, joins_documents(bare))
     try:
-        logits = bare.eval()(**model_inputs(bare, batch)).logits[0, token]
+        logits = try_pass(bare.eval(), batch).logits[0, token]
     finally:
         for hook in hooks:
             hook.remove()
