@@ -150,7 +150,10 @@ def evaluation(house: House) -> None:
     samples(house)
     keep_best(house)
     patience(house)
-    house.drop_definition("evaluate")
+    house.drop_definition("evaluate_step")
+    named = "{evaluation_title(name): data for name, data in evaluations.items()}"
+    house.replace("data_facts", f"{{'data': train}} | {named}", "{'data': train}")
+    house.drop_parameter("data_facts", "evaluations")
     house.drop_definition("check_evaluations")
     house.drop_statements("go_offline_without_network", "eval_sources")
     house.drop_field("Setup.eval_data", None)
@@ -204,6 +207,13 @@ def drop_dimension(house: House, name: str) -> None:
 
 def fsdp(house: House) -> None:
     expert_parallel(house)
+    house.drop_choice("batch.accumulation", "kept_weights")
+    house.reword(', "within_copies", "kept_weights"]', "]")
+    house.reword(
+        "once per step, in each micro-step, or in two further ways under FSDP2 and HSDP", "once per step, or in each"
+    )
+    house.drop_statements("check_combination", "needs")
+    house.drop_statements("check_combination", "advice")
     for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
         house.drop_element("REFUSED", setting)
     house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
