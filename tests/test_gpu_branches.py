@@ -13,6 +13,7 @@ from samerun.config import Batch, Config, Run
 from samerun.data.batches import Documents, collate
 from samerun.errors import UserError
 from samerun.model.attention import attention_by_document, flash_attention, has_flash, piece_of
+from samerun.run.agreement import launcher_settings
 from samerun.run.launch import reseed, start_accelerator
 from samerun.run.meter import Meter, peak_memory
 from samerun.run.resume import Saver
@@ -43,6 +44,12 @@ def test_rows_are_copied_in_the_background(monkeypatch):
     batch = collate([row], CUDA, joined=True)
     assert calls == ["pin_memory", ("cuda", True)] * 4
     assert batch.documents.lengths == (3,) and batch.documents.ends.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("device, kind", [(CUDA, "cuda"), (None, "cpu")])
+def test_ranks_compare_their_kind_of_device(monkeypatch, device, kind):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    assert launcher_settings()["launcher: device"] == kind
 
 
 def varlen_attn(

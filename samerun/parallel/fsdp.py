@@ -19,7 +19,7 @@ def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, An
         fully_shard(module, mesh=mesh, ignored_params=elsewhere, **options)
 
 
-def before_micro_step(module: torch.nn.Module, accumulation: str, is_last: bool, recurse: bool = True) -> None:
+def before_backward(module: torch.nn.Module, accumulation: str, is_last: bool, recurse: bool = True) -> None:
     """Tell FSDP2 what to do after the coming backward pass, see batch.accumulation. Accelerate defers reductions."""
     if accumulation == "within_copies":
         module.set_requires_all_reduce(is_last, recurse=recurse)

@@ -23,7 +23,7 @@ from samerun.errors import explained, require
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, joins_documents, replaced
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
-from samerun.parallel.fsdp import BF16_POLICY, before_micro_step, shard_layers, sharding_options
+from samerun.parallel.fsdp import BF16_POLICY, before_backward, shard_layers, sharding_options
 from samerun.parallel.layout import Layout, check_combination
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
 from samerun.parallel.probe import first_difference, small_model, try_out_whole
@@ -197,7 +197,7 @@ class Parallelism:
     def before_micro_step(self, model: torch.nn.Module, is_last: bool) -> None:
         """What FSDP2 keeps or reduces differently than in the last micro-step."""
         if self.layout.is_sharded:
-            before_micro_step(model, self.config.batch.accumulation, is_last)
+            before_backward(model, self.config.batch.accumulation, is_last)
 
     def reduce_gradients(self, model: torch.nn.Module) -> None:
         """Add up what neither DDP nor FSDP2 has, after the last micro-step."""

@@ -21,7 +21,7 @@ from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import is_same_loss, probe_loss, probe_row
 from samerun.model.loss import StandIn, add_metrics, model_inputs, place_of, replaced
-from samerun.parallel.fsdp import before_micro_step
+from samerun.parallel.fsdp import before_backward
 from samerun.parallel.layout import Layout
 
 
@@ -66,7 +66,7 @@ class PipelineSchedule:
             chunk.micro_batches, chunk.scale, chunk.metrics = micro_batches, factor, metrics
         if is_training and self.layout.is_sharded:
             model.set_requires_gradient_sync(self.accumulation != "deferred")
-            before_micro_step(model, self.accumulation, is_last=False)
+            before_backward(model, self.accumulation, is_last=False)
             for chunk in self.chunks.values():
                 chunk.before_last_backward = functools.partial(self.average_from_now_on, model, chunk)
         numbers = torch.arange(len(micro_batches))
@@ -81,9 +81,9 @@ class PipelineSchedule:
         for module in chunk.layers.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(True, recurse=False)
-                before_micro_step(module, self.accumulation, is_last=True, recurse=False)
+                before_backward(module, self.accumulation, is_last=True, recurse=False)
         if chunk is self.chunks[self.place]:  # A rank has the backward pass of its first layers last.
-            before_micro_step(model, self.accumulation, is_last=True, recurse=False)
+            before_backward(model, self.accumulation, is_last=True, recurse=False)
             model.set_requires_gradient_sync(True, recurse=False)  # What is in no layer, such as the embedding.
 
     def schedule(self, micro_steps: int, length: int, is_training: bool):

@@ -34,7 +34,7 @@ def samples(house: House) -> None:
     house.drop_definition("sample")
     house.drop_definition("encode_prompt")
     house.drop_definition("check_prompts")
-    house.drop_statements("training_loop", "sampling")
+    house.drop_statements("evaluate_step", "sampling")
     house.drop_setting("eval.prompts", [])
     house.drop_setting("eval.max_new_tokens", 0)
     house.drop_setting("eval.temperature", 0)
@@ -120,7 +120,7 @@ def keep_best(house: House) -> None:
     house.drop_definition("export_best")
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
-    house.replace("save_checkpoint", "old.name != manifest['best_checkpoint']", "True")
+    house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
     house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the curves")
     house.drop_field("Progress.best_loss")
     house.drop_field("Progress.best_checkpoint", "")
@@ -129,7 +129,7 @@ def keep_best(house: House) -> None:
 def patience(house: House) -> None:
     house.drop_setting("run.patience", 0)
     house.drop_statements("Config.check", "run.patience")
-    house.drop_statements("training_loop", "count_evaluation")
+    house.drop_statements("evaluate_step", "count_evaluation")
     house.drop_definition("Progress.count_evaluation")
     house.drop_definition("Progress.forget_lowest")
     house.drop_field("Progress.lowest_loss")
@@ -150,7 +150,10 @@ def evaluation(house: House) -> None:
     samples(house)
     keep_best(house)
     patience(house)
-    house.drop_definition("evaluate")
+    house.drop_definition("evaluate_step")
+    named = "{evaluation_title(name): data for name, data in evaluations.items()}"
+    house.replace("data_facts", f"{{'data': train}} | {named}", "{'data': train}")
+    house.drop_parameter("data_facts", "evaluations")
     house.drop_definition("check_evaluations")
     house.drop_statements("go_offline_without_network", "eval_sources")
     house.drop_field("Setup.eval_data", None)
@@ -204,6 +207,13 @@ def drop_dimension(house: House, name: str) -> None:
 
 def fsdp(house: House) -> None:
     expert_parallel(house)
+    house.drop_choice("batch.accumulation", "kept_weights")
+    house.reword(', "within_copies", "kept_weights"]', "]")
+    house.reword(
+        "once per step, in each micro-step, or in two further ways under FSDP2 and HSDP", "once per step, or in each"
+    )
+    house.drop_statements("check_combination", "needs")
+    house.drop_statements("check_combination", "advice")
     for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
         house.drop_element("REFUSED", setting)
     house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
