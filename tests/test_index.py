@@ -389,7 +389,17 @@ def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
     rows = make_rows([24] * 40)
     rows[-1]["input_ids"][-1] = 384
     write_rows(tmp_path / "rows-384", rows)
-    done = run(tmp_path, config, "--data.path", tmp_path / "rows-384", "--run.max_steps", 1, "--optim.warmup_steps", 0, expect=2)
+    done = run(
+        tmp_path,
+        config,
+        "--data.path",
+        tmp_path / "rows-384",
+        "--run.max_steps",
+        1,
+        "--optim.warmup_steps",
+        0,
+        expect=2,
+    )
     assert "the training data has the token id 384, the model's vocabulary is 0 to 383" in done.output
 
 
