@@ -211,7 +211,8 @@ def patch_forward(monkeypatch, before=lambda call, ids: None, after=lambda call,
 
     @functools.wraps(forward)
     def patched(self, input_ids, **inputs):
-        if not self.training or is_fake(next(self.parameters())):  # Evaluation, checks, and the count of FLOPs.
+        is_step = self.training and torch.is_grad_enabled()  # Not evaluation, nor checks before the first step.
+        if not is_step or is_fake(next(self.parameters())):  # The count of FLOPs.
             return forward(self, input_ids, **inputs)
         before(call := next(calls), input_ids)
         output = forward(self, input_ids, **inputs)

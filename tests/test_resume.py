@@ -540,7 +540,7 @@ def test_a_run_that_is_there_goes_before_the_checkpoint_that_is_named(again, tmp
 def test_a_cache_that_cannot_be_written(whole, tmp_path, monkeypatch, make):
     make(tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "cache")
     done = run(tmp_path, whole[0], expect=2)
     assert f"the cache of data sets, {tmp_path / 'cache'}, cannot be used; set HF_HOME" in done.output
     assert "the same command continues" not in done.output
