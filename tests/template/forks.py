@@ -41,7 +41,7 @@ CLASSIFIER: Edits = {
             "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
             "flops_per_patch(bare.config, config.data.sequence_length)",
         ),
-        ("    check_model(bare, config, accelerator, loss_of)\n", ""),
+        ("    check_model(bare, config, folder.meeting, loss_of)\n", ""),
         (
             "    if config.model.architecture and tokenizer:\n"
             "        use_special_tokens(bare, tokenizer, config.model.architecture)\n",
@@ -63,7 +63,7 @@ CLASSIFIER: Edits = {
         ("    check_vocabulary(setup)\n    check_rope(bare, stages, config.data.sequence_length)\n", ""),
         ('            meter.enter("sampling")\n            metrics |= sample(setup)\n', ""),
         ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
-        ("    announce(setup, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
+        ("    announce(setup, launch, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
         ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
     ],
 }
