@@ -34,23 +34,26 @@ CLASSIFIER: Edits = {
             "",
         ),
         (
-            "build_model(config.model, model_config(config, vocab_size), needed, seed)",
+            "build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)",
             "build_classifier(config.model, seed)",
         ),
         (
             "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
             "flops_per_patch(bare.config, config.data.sequence_length)",
         ),
-        ("    check_model(bare, config, folder.meeting, loss_of)\n", ""),
         (
-            "    if config.model.architecture and tokenizer:\n"
-            "        use_special_tokens(bare, tokenizer, config.model.architecture)\n",
+            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n",
             "",
         ),
+        (
+            "    check_model(bare, config, folder.meeting, loss_of)\n    use_special_tokens(bare, tokenizer, config)\n",
+            "",
+        ),
+        ("accelerator.is_main_process and draws_random_numbers(bare)", "False"),  # They are tried on text.
         ("    check_prompts(bare, config, tokenizer)\n", ""),
         ('    if config.data.format == "chat":\n        stop_after_turns(bare, tokenizer)\n', ""),
-        ("    vocabulary = vocabulary_size(bare)  # The strategy may divide the weights.\n", ""),
-        ('    if limit == "auto":\n        limit = largest_micro_batch(strategy, bare, optimizers)\n', ""),
+        ("    vocabulary = vocabulary_size(bare)  # Read before the ranks divide the weights.\n", ""),
+        ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, bare, optimizers)\n', ""),
         (
             "    token_bytes = None\n    if tokenizer and eval_data:\n"
             "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
@@ -61,7 +64,7 @@ CLASSIFIER: Edits = {
         ("token_bytes=token_bytes,", "token_bytes=None,"),
         ("vocabulary=vocabulary,", "vocabulary=0,"),
         ("    check_vocabulary(setup)\n    check_rope(bare, stages, config.data.sequence_length)\n", ""),
-        ('            meter.enter("sampling")\n            metrics |= sample(setup)\n', ""),
+        ('    meter.enter("sampling")\n    metrics |= sample(setup, stop)\n', ""),
         ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
         ("    announce(setup, launch, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
         ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
@@ -76,7 +79,7 @@ METHOD: Edits = {
             '    return cross_entropy.sum(), {"z_loss": z_loss, ',
         ),
         (
-            "    return [adamw(trained, config)]\n",
+            "    return [adamw(trained, matrices, config)]\n",
             "    return [torch.optim.NAdam(trained, lr=config.learning_rate, eps=config.adam_eps)]\n",
         ),
         ("remaining = 0.5 * (1 + math.cos(math.pi * done))", "remaining = 1 - math.sqrt(done)"),
