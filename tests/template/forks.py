@@ -30,7 +30,7 @@ CLASSIFIER: Edits = {
         ("    vocab_size = len(tokenizer) if tokenizer else None\n", ""),
         (
             '    needed = vocab_size if config.data.format != "tokens" else 0'
-            "  # Pre-tokenized data came with its vocabulary.\n",
+            "  # Ready tokens came with their vocabulary.\n",
             "",
         ),
         (
