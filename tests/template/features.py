@@ -73,6 +73,8 @@ def sources(house: House) -> None:
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
     house.drop_field("StepBatch.source_targets")
+    house.drop_statements("save", "of_sources")
+    house.drop_parameter("save", "of_sources")
     house.drop_statements("training_loop", "of_sources")
     house.drop_definition("SourceMetrics")
     house.drop_field("Progress.source_sums")
@@ -122,7 +124,7 @@ def keep_best(house: House) -> None:
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
     house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
-    house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the curves")
+    house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the\n    curves")
     house.drop_field("Progress.best_loss")
     house.drop_field("Progress.best_checkpoint", "")
 
