@@ -163,6 +163,8 @@ def evaluation(house: House) -> None:
     house.drop_field("Progress.evaluated_step")
     house.drop_definition("check_evaluations")
     house.drop_statements("check_vocabulary", "eval_data")
+    house.reword(" | {evaluation_title(name): data for name, data in evaluations.items()}", "")
+    house.drop_parameter("data_facts", "evaluations")
     house.drop_element("ROOMS_OF_ROWS", "overlap")
     house.drop_statements("go_offline_without_network", "eval_sources")
     house.drop_field("Setup.eval_data", None)

@@ -34,15 +34,16 @@ CLASSIFIER: Edits = {
             "",
         ),
         (
-            "build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)",
-            "build_classifier(config.model, seed)",
+            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n"
+            "    bare = build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)\n",
+            "    bare = build_classifier(config.model, seed)\n",
         ),
         (
             "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
             "flops_per_patch(bare.config, config.data.sequence_length)",
         ),
         (
-            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n",
+            "    check_model(bare, config, folder.meeting, loss_of)\n    use_special_tokens(bare, tokenizer, config)\n",
             "",
         ),
         (
@@ -52,7 +53,7 @@ CLASSIFIER: Edits = {
         ("accelerator.is_main_process and draws_random_numbers(bare)", "False"),  # They are tried on text.
         ("    check_prompts(bare, config, tokenizer)\n", ""),
         ('    if config.data.format == "chat":\n        stop_after_turns(bare, tokenizer)\n', ""),
-        ("    vocabulary = vocabulary_size(bare)  # Read before the ranks divide the weights.\n", ""),
+        ("    vocabulary = vocabulary_size(bare)  # Before ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, bare, optimizers)\n', ""),
         (
             "    token_bytes = None\n    if tokenizer and eval_data:\n"
