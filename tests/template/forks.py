@@ -60,6 +60,8 @@ CLASSIFIER: Edits = {
             "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
             "",
         ),
+        ("    is_random = accelerator.is_main_process and draws_random_numbers(bare)\n", ""),
+        ("is_random=is_random,", "is_random=False,"),
         ("tokenizer=tokenizer,", "tokenizer=None,"),
         ("collate=collate,", "collate=collate_images,"),
         ("token_bytes=token_bytes,", "token_bytes=None,"),
@@ -126,7 +128,7 @@ def newer(room: Path) -> None:
     text = room.read_text()
     if text:
         lines = text.replace(':\n    """', ':\n    """Newer. ').splitlines(keepends=True)
-        room.write_text("".join([*lines, f"\n\ndef newer_in_{room.stem}() -> None:\n    pass\n"]))
+        room.write_text("".join([*lines, f"\n\ndef newer_in_{room.parent.name}_{room.stem}() -> None:\n    pass\n"]))
 
 
 def make(folder: Path, edits: Edits, *modules: Path) -> None:
