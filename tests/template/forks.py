@@ -30,20 +30,19 @@ CLASSIFIER: Edits = {
         ("    vocab_size = len(tokenizer) if tokenizer else None\n", ""),
         (
             '    needed = vocab_size if config.data.format != "tokens" else 0'
-            "  # Pre-tokenized data came with its vocabulary.\n",
+            "  # Ready tokens came with their vocabulary.\n",
             "",
         ),
         (
-            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n"
-            "    bare = build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)\n",
-            "    bare = build_classifier(config.model, seed)\n",
+            "build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)",
+            "build_classifier(config.model, seed)",
         ),
         (
             "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
             "flops_per_patch(bare.config, config.data.sequence_length)",
         ),
         (
-            "    check_model(bare, config, folder.meeting, loss_of)\n    use_special_tokens(bare, tokenizer, config)\n",
+            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n",
             "",
         ),
         (
@@ -53,15 +52,13 @@ CLASSIFIER: Edits = {
         ("accelerator.is_main_process and draws_random_numbers(bare)", "False"),  # They are tried on text.
         ("    check_prompts(bare, config, tokenizer)\n", ""),
         ('    if config.data.format == "chat":\n        stop_after_turns(bare, tokenizer)\n', ""),
-        ("    vocabulary = vocabulary_size(bare)  # Before ranks divide the weights.\n", ""),
+        ("    vocabulary = vocabulary_size(bare)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, bare, optimizers)\n', ""),
         (
             "    token_bytes = None\n    if tokenizer and eval_data:\n"
             "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
             "",
         ),
-        ("    is_random = accelerator.is_main_process and draws_random_numbers(bare)\n", ""),
-        ("is_random=is_random,", "is_random=False,"),
         ("tokenizer=tokenizer,", "tokenizer=None,"),
         ("collate=collate,", "collate=collate_images,"),
         ("token_bytes=token_bytes,", "token_bytes=None,"),
