@@ -27,6 +27,7 @@ def lora(house: House) -> None:
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
+    house.reword(" With model.lora, their rows are trained.", "")
 
 
 def samples(house: House) -> None:
@@ -72,6 +73,8 @@ def sources(house: House) -> None:
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
     house.drop_field("StepBatch.source_targets")
+    house.drop_statements("save", "of_sources")
+    house.drop_parameter("save", "of_sources")
     house.drop_statements("training_loop", "of_sources")
     house.drop_definition("SourceMetrics")
     house.drop_field("Progress.source_sums")
@@ -121,7 +124,7 @@ def keep_best(house: House) -> None:
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
     house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
-    house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the curves")
+    house.reword("perplexity, run.keep_best and the\n    curves", "perplexity and the\n    curves")
     house.drop_field("Progress.best_loss")
     house.drop_field("Progress.best_checkpoint", "")
 
@@ -129,8 +132,9 @@ def keep_best(house: House) -> None:
 def patience(house: House) -> None:
     house.drop_setting("run.patience", 0)
     house.drop_statements("Config.check", "run.patience")
-    house.drop_statements("evaluate_step", "count_evaluation")
-    house.drop_definition("Progress.count_evaluation")
+    house.drop_statements("Progress.count_evaluation", "self.lowest_loss")
+    house.drop_parameter("Progress.count_evaluation", "loss")
+    house.reword(", and whether that has lowered the loss", "")
     house.drop_definition("Progress.forget_lowest")
     house.drop_field("Progress.lowest_loss")
     house.drop_field("Progress.evaluations_in_vain", 0)
@@ -150,11 +154,18 @@ def evaluation(house: House) -> None:
     samples(house)
     keep_best(house)
     patience(house)
+    house.replace("training_loop", "setup.lacks_evaluation(progress)", "False")
+    house.replace("Setup.is_over", "self.lacks_evaluation(progress)", "False")
     house.drop_definition("evaluate_step")
-    named = "{evaluation_title(name): data for name, data in evaluations.items()}"
-    house.replace("data_facts", f"{{'data': train}} | {named}", "{'data': train}")
-    house.drop_parameter("data_facts", "evaluations")
+    house.drop_definition("evaluate")
+    house.drop_statements("progress_in", "evaluated_step")
+    house.reword('(progress.evaluated_step if "eval/loss" in line else progress.step)', "progress.step")
+    house.drop_field("Progress.evaluated_step")
     house.drop_definition("check_evaluations")
+    house.drop_statements("check_vocabulary", "eval_data")
+    house.reword(" | {evaluation_title(name): data for name, data in evaluations.items()}", "")
+    house.drop_parameter("data_facts", "evaluations")
+    house.drop_element("ROOMS_OF_ROWS", "overlap")
     house.drop_statements("go_offline_without_network", "eval_sources")
     house.drop_field("Setup.eval_data", None)
     house.drop_field("Setup.token_bytes", None)
@@ -180,6 +191,8 @@ def evaluation(house: House) -> None:
     house.drop_parameter("load_rows", "held_out", False)
     house.drop_parameter("load_training_rows", "others", None)
     house.drop_parameter("load_rows", "others", None)
+    house.drop_parameter("make_index", "held_out", False)
+    house.drop_parameter("make_index", "others", None)
     house.drop_statements("load_data", "eval_sources")
     house.drop_statements("load_data", "held_out")
     house.drop_statements("nearest_setting", "in_evaluation")
@@ -217,6 +230,8 @@ def fsdp(house: House) -> None:
     for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
         house.drop_element("REFUSED", setting)
     house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
+    house.drop_definition("Parallelism.before_micro_step")
+    house.drop_definition("PipelineSchedule.average_from_now_on")
     house.replace(
         "Layout.uses", "self.is_sharded if name == 'dp_shard' else self.size(name) > 1", "self.size(name) > 1"
     )
@@ -300,7 +315,6 @@ def chat(house: House) -> None:
     house.drop_setting("data.chat_template", None)
     house.drop_setting("data.chat_template_kwargs", None)
     house.drop_setting("data.train_on", "all")
-    house.drop_setting("data.special_tokens", [])
     house.drop_element("FORMATS", "chat")
     house.reword("a text; a chat, a list of role and content; or tokens", "a text, or tokens")
 

@@ -125,7 +125,7 @@ def newer(room: Path) -> None:
     text = room.read_text()
     if text:
         lines = text.replace(':\n    """', ':\n    """Newer. ').splitlines(keepends=True)
-        room.write_text("".join([*lines, f"\n\ndef newer_in_{room.stem}() -> None:\n    pass\n"]))
+        room.write_text("".join([*lines, f"\n\ndef newer_in_{room.parent.name}_{room.stem}() -> None:\n    pass\n"]))
 
 
 def make(folder: Path, edits: Edits, *modules: Path) -> None:

@@ -94,7 +94,8 @@ class Tests:
                 module = getattr(node, "module", None)
                 path = f"{module}.{alias.name}" if module else alias.name
                 of_tests = self.lost.get(f"tests/{module}.py", ())
-                if path in self.gone.names or module in self.gone.names or alias.name in of_tests:
+                is_deleted = str(module).startswith("test_") and f"tests/{module}.py" not in self.lost
+                if is_deleted or path in self.gone.names or module in self.gone.names or alias.name in of_tests:
                     self.lost[file].add(alias.asname or alias.name)
 
     def modules(self, file: str) -> dict[str, str]:

@@ -241,7 +241,8 @@ class House:
         """
         if not statements:
             raise LookupError(f"{where}: nothing to remove")
-        doomed, edits, waiting = set(), list(edits), list(statements)
+        outer = [one for one in statements if not set(self.owners(one)) & set(statements)]
+        doomed, edits, waiting = set(), list(edits), outer
         while waiting:
             statement = waiting.pop()
             doomed.add(statement)
