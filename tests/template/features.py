@@ -392,16 +392,27 @@ WORDS = {
     "LoRA": ["test_lora_flops"],
     "samples": ["samples.jsonl"],
     "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
-    "curves": ["curves.png"],
-    "auto": ["auto tries", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
-    "packing": ["test_a_model_that_needs_its_masks_gets_them", "test_an_encoder_is_refused"],
+    "curves": ["curves.png", "test_curves_show_where_a_run_was_continued"],
+    "auto": ["auto tries", "test_tokens_are_rows", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
+    "packing": [
+        "test_a_model_that_needs_its_masks_gets_them",
+        "test_an_encoder_is_refused",
+        "test_documents_of_a_micro_batch_are_as_if_alone",
+        "test_what_a_token_sees",
+    ],
     "keep_best": ["test_damaged_fields_of_a_manifest"],
     "patience": ["test_damaged_fields_of_a_manifest"],
-    "sources": ["test_damaged_fields_of_a_manifest"],
+    "sources": ["test_prepare_finds_mistakes_and_needs_no_model", "test_damaged_fields_of_a_manifest"],
     "evaluation": [
         "eval/",
-        "section-without-fields",
-        "less-data-than",
+        "section without fields",
+        "less data than",
+        "test_other_code_makes_other_rows",
+        "test_other_content_of_the_same_size_and_time",
+        "test_other_tokens_in_the_same_place",
+        "test_our_own_tokens_take_the_smallest_type",
+        "test_rows_keep_no_file_open",
+        "test_zeros_after_a_power_loss",
         "test_damaged_fields_of_a_manifest",
         "test_names_of_other_trainers_are_answered_with_ours",
         "test_other_data_in_the_same_place",
@@ -451,7 +462,7 @@ def take_out(root: Path, features: list[str]) -> House:
     write(root, after.sources)
     for path in (root / "configs").glob("*.yaml"):
         path.write_text(without_settings(path.read_text(), after.switched_off))
-    schema = "import json; from samerun.config import Config; print(json.dumps(Config.model_json_schema(), indent=2))"
+    schema = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"
     made = subprocess.run([sys.executable, "-c", schema], cwd=root, capture_output=True, text=True, check=True)
     (root / "configs/schema.json").write_text(made.stdout)
     tests = [root / "tests/helpers.py", root / "tests/reference.py", *(root / "tests").glob("test_*.py")]
