@@ -15,6 +15,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from samerun.config import Data, Model, Source
+from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.data.sources import load_source
 
@@ -26,7 +27,7 @@ class Images(Dataset):
         self.images = images.with_format("numpy")
         self.length = length
         self.tokens = len(images) * length
-        self.seed = seed
+        self.order = Order(len(images), seed)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -137,8 +137,8 @@ def check(done, task, processes: int) -> None:
     with torch.no_grad():
         logits = model(images).logits
     right = (logits.argmax(1) == labels).double().mean().item()
-    assert right > 0.8 and lines[-1]["eval/accuracy"] == pytest.approx(right)
-    assert lines[-1]["eval/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert right > 0.8 and done.logged("eval/accuracy")[-1] == pytest.approx(right)
+    assert done.logged("eval/loss")[-1] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
 def test_two_processes(task, tmp_path):
