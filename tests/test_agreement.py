@@ -96,11 +96,11 @@ def assert_refused(folder: Path, nodes, *words: str) -> None:
     "setting, before, value",
     [
         ("run.seed", 7, 8),
-        ("run.save_every", 2, 3),
-        ("run.max_steps", 6, 5),
-        ("optim.learning_rate", 0.005, 0.01),
         ("batch.global_batch_size", 10, 12),
-        ("data.sequence_length", 24, 12),
+        pytest.param("run.save_every", 2, 3, marks=pytest.mark.slow),
+        pytest.param("run.max_steps", 6, 5, marks=pytest.mark.slow),
+        pytest.param("optim.learning_rate", 0.005, 0.01, marks=pytest.mark.slow),
+        pytest.param("data.sequence_length", 24, 12, marks=pytest.mark.slow),
     ],
 )
 def test_other_settings(config, tmp_path, setting, before, value):

@@ -458,5 +458,5 @@ def test_other_code_makes_other_rows(tmp_path):
     assert len(found) > 30
     other_rows = {Path(room).stem for room, (own_rows, _) in found.items() if own_rows != rows}
     other_tokens = {Path(room).stem for room, (_, own_tokens) in found.items() if own_tokens != tokens}
-    of_tokens = {"order", "sources", "token_files", "documents", "encode", "chat", "tokenize"}
+    of_tokens = {"order", "sources", "text_files", "token_files", "documents", "encode", "chat", "tokenize"}
     assert other_tokens == of_tokens and other_rows == of_tokens | {"rows", "overlap", "index"}

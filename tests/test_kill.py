@@ -478,6 +478,7 @@ def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, ca
     assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_long_evaluation(slow, tmp_path):
     """To one of two ranks, where the evaluation would take minutes: both save within seconds, and exit with 0."""
     done = Done(0, "", tmp_path / "run")

@@ -32,7 +32,7 @@ def assert_same(folder, whole, outputs) -> None:
     assert difference(Done(0, "", folder / "run").weights, whole.weights) < 1e-5, outputs
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_cold_node_prepares_data(whole, tmp_path, slow):
     """For longer than the timeout of collectives."""
     script = fork(
@@ -91,7 +91,7 @@ def test_groups_have_the_timeout(whole, tmp_path):
         "    for group in (None, mesh.get_group('b'), new):\n"
         "        group = group or train.torch.distributed.group.WORLD\n"
         "        backend = group._get_backend(train.torch.device('cpu'))\n"
-        "        print('timeout', backend.options._timeout, flush=True)\n"
+        "        train.sys.stdout.write(f'timeout {backend.options._timeout}\\n')\n"
         "    return accelerator\ntrain.start_accelerator = start_accelerator"
     )
     script = fork(tmp_path / "fork.py", code)
@@ -102,6 +102,7 @@ def test_groups_have_the_timeout(whole, tmp_path):
 # Lost ranks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_dies_while_a_checkpoint_is_loaded(whole, tmp_path):
     """The checkpoint is not to blame."""
     config, _ = whole
@@ -155,8 +156,12 @@ def test_a_silent_rank(monkeypatch):
     "left_over, awaited",
     [
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "rank 0 at 127.0.0.1:PORT .*; this is rank 1 of 2: .*refused"),
-        ({"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "no-host.invalid"}, "rank 0 at no-host.invalid:PORT .*"),
-        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "1 of 2 processes: rank 1"),
+        pytest.param(
+            {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "no-host.invalid"},
+            "rank 0 at no-host.invalid:PORT .*",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "1 of 2 processes: rank 1", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_left_over_of_a_launch(whole, tmp_path, left_over, awaited):
@@ -164,7 +169,7 @@ def test_what_is_left_over_of_a_launch(whole, tmp_path, left_over, awaited):
     port = str(free_port())
     env = left_over | {"WORLD_SIZE": "2", "MASTER_PORT": port}
     began = time.monotonic()
-    process = start(tmp_path, whole[0], "--run.timeout_minutes", 0.3, processes=None, env=env, warm=True)
+    process = start(tmp_path, whole[0], "--run.timeout_minutes", 0.2, processes=None, env=env, warm=True)
     line = None
     while not line and time.monotonic() - began < 60:
         line = re.search(f"^Waiting for {awaited.replace('PORT', port)}.*unset WORLD_SIZE", process.output(), re.M)

@@ -229,7 +229,8 @@ def write_index(
 
 # What they hold decides the tokens, or how they are cut into rows: other code makes new ones.
 ROOMS_OF_TOKENS = tuple(
-    f"samerun.data.{room}" for room in ("order", "sources", "token_files", "documents", "encode", "chat", "tokenize")
+    f"samerun.data.{room}"
+    for room in ("order", "sources", "text_files", "token_files", "documents", "encode", "chat", "tokenize")
 )
 ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "overlap", "index"))
 

@@ -11,19 +11,17 @@ import sysconfig
 import tempfile
 import urllib.parse
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
-import pyarrow as pa
-from datasets.builder import Key
-from datasets.packaged_modules.text.text import Text
 
 from samerun.config import Source
 from samerun.data.stdlib_chats import write_stdlib_chats
+from samerun.data.text_files import TextFiles
 from samerun.errors import explained, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
@@ -268,16 +266,6 @@ def read_files(builder: str, files: list[str]) -> datasets.Dataset:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)  # It would drop cells that have no column.
         return read(described, "train")
-
-
-class TextFiles(Text):
-    """Each text file is a document, with the ends of its lines as they are."""
-
-    def _generate_tables(self, base_files: list[str], files_iterables: list) -> Iterator[tuple[Key, pa.Table]]:
-        for shard, file in enumerate(itertools.chain(*files_iterables)):
-            with open(file, encoding="utf-8-sig", newline="") as opened:  # Without the mark by which Windows begins.
-                table = pa.table({"text": pa.array([opened.read()], pa.string())})
-            yield Key(shard, 0), table
 
 
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:

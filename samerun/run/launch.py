@@ -280,8 +280,9 @@ def report(error: BaseException) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Until then the launcher ends this rank, so that only one of them speaks. Before the ranks have met, all find
         # the same error, and the main process may be late.
-        time.sleep(15 if lost or not dist.is_initialized() else 5)
-        if isinstance(error, AgreedError) and not is_main_process():
+        is_said = isinstance(error, AgreedError) and not is_main_process()
+        time.sleep(15 if lost or not (is_said or dist.is_initialized()) else 5)
+        if is_said:
             return 2
     disk = isinstance(error, OSError | SafetensorError)
     expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)
