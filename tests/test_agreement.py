@@ -96,7 +96,7 @@ def assert_refused(folder: Path, nodes, *words: str) -> None:
     "setting, before, value",
     [
         ("run.seed", 7, 8),
-        ("batch.global_batch_size", 10, 12),
+        pytest.param("batch.global_batch_size", 10, 12, marks=pytest.mark.slow),
         pytest.param("run.save_every", 2, 3, marks=pytest.mark.slow),
         pytest.param("run.max_steps", 6, 5, marks=pytest.mark.slow),
         pytest.param("optim.learning_rate", 0.005, 0.01, marks=pytest.mark.slow),
@@ -108,7 +108,7 @@ def test_other_settings(config, tmp_path, setting, before, value):
     assert_refused(tmp_path, nodes, f"  {setting}: {before} on ", f"(rank 0), {value} on ", "(rank 1)")
 
 
-@pytest.mark.parametrize("lengths", ["others", "half"])
+@pytest.mark.parametrize("lengths", ["others", pytest.param("half", marks=pytest.mark.slow)])
 def test_other_rows_under_the_same_path(config, tmp_path, lengths):
     """And the same rows under another path are no difference; see test_rows_elsewhere."""
     rows = make_rows([5, 9, 24] * 10, seed=4)

@@ -485,7 +485,7 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
 
 WITH_TOKENS = [
     ("Llama", "alone"),
-    ("GPT-2", "alone"),
+    pytest.param("GPT-2", "alone", marks=pytest.mark.slow),
     ("GPT-2", "DDP"),
     pytest.param("Llama", "FSDP2", marks=pytest.mark.slow),
 ]

@@ -124,7 +124,7 @@ CASES = {
     "PP x CP x TP": ("tied", 8, layout(DDP, pp=2, cp=2, tp=2), ()),
     "PP x FSDP2 x CP x TP": ("tied", 16, layout(FSDP2, pp=2, cp=2, tp=2), INTERLEAVED),
 }
-QUICK = "DDP x TP", "PP x CP", "experts x TP"
+QUICK = "DDP x TP", "PP x CP"
 
 
 def start(folder: Path, config: dict, processes: int, how: dict, *settings, **more) -> Done:

@@ -299,7 +299,9 @@ def test_profile(tmp_path):
 def test_profile_of_a_launch_that_fails(tmp_path):
     """Where one needs it most, it is written, and the process ends with the error."""
     settings = "--perf.profile_steps", "[2, 4]", "--optim.learning_rate", "1e30", "--optim.warmup_steps", "0"
-    done = launch(tmp_path, tiny_config(tmp_path), "--optim.max_grad_norm", "null", *settings, processes=None, expect=1)
+    done = launch(
+        tmp_path, tiny_config(tmp_path), "--optim.max_grad_norm", "null", *settings, processes=None, warm=True, expect=1
+    )
     assert "error: the loss or gradient norm of step 2 is not finite" in done.output
     with gzip.open(done.folder / "profile.json.gz") as file:
         assert json.load(file)["traceEvents"]

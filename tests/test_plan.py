@@ -477,6 +477,7 @@ def test_memory_of_experts(monkeypatch):
     assert single["gradients"] == 4 * (outside + LAYERS * (LAYER + WIDTH))
 
 
+@pytest.mark.slow
 def test_memory_of_groups_of_experts(monkeypatch):
     """As in DeepSeek-V3, whose values are of another size than its queries, so that flash attention does not take them.
     Of each layer, a rank has no gradients of 6 of the 8 experts, and the plan leaves out their rows of the router."""
@@ -496,6 +497,7 @@ def test_memory_of_groups_of_experts(monkeypatch):
     assert whole["gradients"] - divided["gradients"] == 4 * LAYERS * 6 * (3 * WIDTH * 16 + WIDTH)
 
 
+@pytest.mark.slow
 def test_memory_of_layers_of_two_kinds(monkeypatch):
     """As in DeepSeek, the first layer has one MLP, not 8 experts. FSDP2 gathers two of the large layers at a time."""
     experts = {
@@ -517,6 +519,7 @@ def test_memory_of_layers_of_two_kinds(monkeypatch):
     assert memory_of(4, architecture=qwen)["weights"] == whole + 4 * whole + 8 * large
 
 
+@pytest.mark.slow
 def test_layers_without_experts_are_not_taken_for_those_with_experts():
     """DeepSeek-V3's first three layers have none. Each further one takes what it takes where all have experts."""
     deepseek = {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16}
@@ -602,8 +605,15 @@ def more_than_sequence_parallelism(monkeypatch, **settings) -> float:
 BOTH = 4 * 2 * 16  # A head's key and value of a token, in bytes.
 
 
-@pytest.mark.parametrize("packing", ["none", "concat"])
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "recomputes, packing",
+    [
+        (True, "concat"),
+        pytest.param(False, "concat", marks=pytest.mark.slow),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        pytest.param(False, "none", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_of_context_parallelism(monkeypatch, recomputes, packing):
     """As sequence parallelism, and in each layer or, with checkpointing, in the one that is computed again: keys and
     values of the other half of the tokens, 2 heads of 16 each; and where there is a mask, copies for 4 heads.
