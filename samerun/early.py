@@ -38,7 +38,7 @@ def begin(is_script: bool) -> float:
     return started
 
 
-earlier_signals = []  # For Stop, which answers them when it can write down that the launch was stopped.
+earlier_signals = []  # For StopSignal, which answers them when it can write down that the launch was stopped.
 
 
 def while_importing(number: int, frame) -> None:

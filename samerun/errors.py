@@ -32,7 +32,7 @@ def require(condition: Any, message: str) -> None:
 
 
 @contextmanager
-def explained(what: str, name: str | None = None):
+def as_user_error(what: str, name: str | None = None):
     """Turn any error of a library about something that the user named into one UserError, but not a lost rank."""
     try:
         yield
@@ -80,7 +80,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 @contextmanager
-def within(setting: str):
+def prefix_errors(setting: str):
     """Begin a UserError with the setting that it comes from, where the same may be said about several."""
     try:
         yield

@@ -29,19 +29,19 @@ class Plan:
         return 1 - rows_per_rank / math.ceil(rows_per_rank)
 
     def split(self, lengths: np.ndarray, joined: bool) -> list[list[np.ndarray]]:
-        """Split rows of these lengths into pieces [micro_step][rank]: arrays of the numbers of rows.
+        """Split rows of these lengths into parts [micro_step][rank]: arrays of the numbers of rows.
 
-        Rows that are padded go with others of about their length, and the sizes of the pieces differ by one at most.
-        Rows that are joined make pieces of about the same number of tokens.
+        Rows that are padded go with others of about their length, and the sizes of the parts differ by one at most.
+        Rows that are joined make parts of about the same number of tokens.
         """
         ranks, count = self.data_parallel_size, self.data_parallel_size * self.grad_accum_steps
         if joined:
-            pieces = deal_out(lengths, count, self.micro_batch_size)
+            parts = balance(lengths, count, self.micro_batch_size)
         else:
-            pieces = np.array_split(np.argsort(lengths, kind="stable"), count)
+            parts = np.array_split(np.argsort(lengths, kind="stable"), count)
         micro_steps = []
         for number in range(self.grad_accum_steps):
-            micro_step = pieces[number * ranks : (number + 1) * ranks]
+            micro_step = parts[number * ranks : (number + 1) * ranks]
             if number % 2 == 1:
                 micro_step.reverse()  # So that it is not always the same rank that has more tokens.
             micro_steps.append(micro_step)
@@ -53,31 +53,31 @@ class Plan:
         below = rows // ranks * ranks
         sizes = [size for size in (below, below + ranks) if size > 0]
 
-        group = self.num_processes // ranks
-        even = [count * group for count in range(1, rows + 1) if rows % count == 0]
+        ranks_per_row = self.num_processes // ranks
+        even = [count * ranks_per_row for count in range(1, rows + 1) if rows % count == 0]
         fewer = [count for count in even if count <= self.num_processes]
         more = [count for count in even if count > self.num_processes]
         counts = fewer[-1:] + more[:1]
         return f"{' or '.join(map(str, sizes))} rows, {' or '.join(map(str, counts))} processes"
 
 
-def deal_out(lengths: np.ndarray, count: int, size: int) -> list[np.ndarray]:
-    """Divide rows of these lengths into `count` pieces of at most `size` rows, with about the same number of tokens.
+def balance(lengths: np.ndarray, count: int, size: int) -> list[np.ndarray]:
+    """Divide rows of these lengths into `count` parts of at most `size` rows, with about the same number of tokens.
 
-    The longest row that is left goes to the piece with the fewest tokens (Graham, "Bounds on Multiprocessing Timing
-    Anomalies", 1969). The pieces come in the order of their tokens.
+    The longest row that is left goes to the part with the fewest tokens (Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). The parts come in the order of their tokens.
     """
     if count == 1:
         return [np.argsort(-lengths, kind="stable")]
-    pieces = [[] for _ in range(count)]
-    open_pieces = [(0, number) for number in range(count)]  # A heap of tokens and number of piece.
+    parts = [[] for _ in range(count)]
+    open_parts = [(0, number) for number in range(count)]  # A heap of tokens and number of part.
     for row in np.argsort(-lengths, kind="stable").tolist():
-        tokens, number = heapq.heappop(open_pieces)
-        pieces[number].append(row)
-        if len(pieces[number]) < size:
-            heapq.heappush(open_pieces, (tokens + int(lengths[row]), number))
-    pieces = [np.array(piece, int) for piece in pieces]
-    return sorted(pieces, key=lambda piece: lengths[piece].sum())
+        tokens, number = heapq.heappop(open_parts)
+        parts[number].append(row)
+        if len(parts[number]) < size:
+            heapq.heappush(open_parts, (tokens + int(lengths[row]), number))
+    parts = [np.array(part, int) for part in parts]
+    return sorted(parts, key=lambda part: lengths[part].sum())
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,9 @@ def plan_table(stages: list[Stage]) -> str:
 
 
 def say_if_idle(plan: Plan) -> None:
-    groups, rows = plan.data_parallel_size, plan.global_batch_size
-    if groups > rows:
-        group = plan.num_processes // groups
-        idle, advice = (groups - rows) * group, f"at most {rows * group:,} processes, or {groups:,} rows in a step"
+    sharers, rows = plan.data_parallel_size, plan.global_batch_size
+    if sharers > rows:
+        ranks_per_row = plan.num_processes // sharers
+        idle = (sharers - rows) * ranks_per_row
+        advice = f"at most {rows * ranks_per_row:,} processes, or {sharers:,} rows in a step"
         say(f"Idle: {idle:,} of {plan.num_processes:,} processes have no row of a step of {rows:,}; take {advice}")

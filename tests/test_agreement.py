@@ -253,7 +253,7 @@ step_of_run = train.train_step
 def train_step(setup, batch, *more):
     done = step_of_run(setup, batch, *more)
     if batch.step == 4 and rank == RANK:
-        parts = dict(getattr(setup.model, 'module', setup.model).named_parameters())
+        parts = dict(setup.model.named_parameters())
         part = parts['WEIGHT'].detach()
         part = part.to_local() if hasattr(part, 'to_local') else part
         part.view(-1).view(train.torch.int32)[0] ^= 1

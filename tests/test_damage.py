@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM
 import train
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import find_checkpoint, progress_in
-from samerun.run.launch import Stop
+from samerun.run.launch import StopSignal
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +433,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeyp
 def test_a_stop_right_after_a_save_saves_no_more(whole, tmp_path, monkeypatch):
     """To write a checkpoint anew would first remove it: for a moment there would be none."""
     answers, saves, write = iter([False, False, True]), [], dcp.save
-    monkeypatch.setattr(Stop, "agreed", lambda self: next(answers))
+    monkeypatch.setattr(StopSignal, "agreed", lambda self: next(answers))
     monkeypatch.setattr(dcp, "save", lambda *args, **options: saves.append(1) or write(*args, **options))
     done = helpers.run(tmp_path, whole[0])
     assert done.status == {"status": "stopped", "step": 2} and done.checkpoints == ["step-00000002"] and len(saves) == 1

@@ -334,9 +334,9 @@ def test_refused_numbers_of_updates(monkeypatch):
     monkeypatch.setattr(deepspeed, "write", lambda *_: None)
     monkeypatch.setattr(deepspeed, "step_without_update", lambda *_: None)
     three, four = torch.tensor(3.0), torch.tensor(4.0)
-    deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, three))), None, [])
+    deepspeed.load_state(dict(zip([name for name, *_ in parts], (three, three))), None, [])
     with pytest.raises(UserError, match="run.resume: some weights had more updates than others"):
-        deepspeed.put_back(dict(zip([name for name, *_ in parts], (three, four))), None, [])
+        deepspeed.load_state(dict(zip([name for name, *_ in parts], (three, four))), None, [])
 
 
 WITH_SGD = """

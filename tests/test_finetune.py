@@ -140,10 +140,10 @@ def test_a_template_that_needs_the_system(chat, tmp_path):
 
 
 def test_an_end_outside_of_the_generation_block_is_told(chat, tmp_path, capsys):
-    bare = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat[0] / "without")
     tokenizer.chat_template = CONTENT_ALONE
-    stop_after_turns(bare, tokenizer)
+    stop_after_turns(model, tokenizer)
     said = capsys.readouterr().out
     assert (
         "ends a turn by <|im_end|>, but outside of its generation block" in said and "data.special_tokens" not in said

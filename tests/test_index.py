@@ -158,7 +158,7 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
     second = parts_of(load_data(sources[kind], tokenizer, seed=0))
     for before, now in zip(first, second, strict=True):
         assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
-        for numbers in now.edges, now.chunks:  # They are of mapped files, and not copied.
+        for numbers in now.edges, now.extents:  # They are of mapped files, and not copied.
             while isinstance(numbers, np.ndarray):
                 numbers = numbers.base
             assert isinstance(numbers, pa.Buffer)
@@ -300,7 +300,7 @@ def test_what_is_noted_as_complete_is_on_the_disk(tmp_path, monkeypatch):
     texts = tmp_path / "a.txt"
     texts.write_text("some words")
     load_data(Data(files=str(texts), sequence_length=LENGTH), transformers.ByT5Tokenizer(), seed=0)
-    order = ["1-of-1.arrow", ".1-of-1.json.tmp", (".1-of-1.json.tmp", "1-of-1.json"), "edges.bin", "chunks.bin"]
+    order = ["1-of-1.arrow", ".1-of-1.json.tmp", (".1-of-1.json.tmp", "1-of-1.json"), "edges.bin", "extents.bin"]
     order += [".index.json.tmp", (".index.json.tmp", "index.json")]
     assert all(one in events for one in order)
     assert [events.index(one) for one in order[:4]] == sorted(events.index(one) for one in order[:4])

@@ -41,7 +41,7 @@ from warm import Launch
 
 import train
 from samerun.run import folder as folder_room
-from samerun.run.launch import Stop, report
+from samerun.run.launch import StopSignal, report
 from samerun.run.resume import Saver
 
 MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 72, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
@@ -472,7 +472,7 @@ def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, capsys, signalled):
     """Another one has failed, and says why. Only where nobody ends this one is the connection the news."""
-    monkeypatch.setattr(Stop, "requested", "SIGTERM" if signalled else "")
+    monkeypatch.setattr(StopSignal, "requested", "SIGTERM" if signalled else "")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert report(RuntimeError("Connection closed by peer")) == 1
     assert capsys.readouterr().err == ("" if signalled else "error: Connection closed by peer\n")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import Done, difference, free_port, launch, run, start, tiny_config
 from test_agreement import finish, fork, start_nodes
 
-from samerun.errors import LostRank, UserError, explained
+from samerun.errors import LostRank, UserError, as_user_error
 from samerun.meeting import Meeting
 
 SHORT = "--run.timeout_minutes", 0.2  # 12 seconds.
@@ -123,9 +123,9 @@ def test_a_rank_dies_while_a_checkpoint_is_loaded(whole, tmp_path):
 )
 def test_a_lost_rank_is_no_mistake(error):
     """explained() lets it pass, and still explains what a library says of the user's files."""
-    with pytest.raises(type(error), match=re.escape(str(error))), explained("the checkpoint"):
+    with pytest.raises(type(error), match=re.escape(str(error))), as_user_error("the checkpoint"):
         raise error
-    with pytest.raises(UserError, match="the checkpoint: RuntimeError: shape"), explained("the checkpoint"):
+    with pytest.raises(UserError, match="the checkpoint: RuntimeError: shape"), as_user_error("the checkpoint"):
         raise RuntimeError("shape")
 
 

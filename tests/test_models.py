@@ -440,19 +440,19 @@ def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
 @pytest.mark.parametrize("ends", [[9], [9, 259]])
 def test_a_pretrained_model_ends_its_texts_as_another_tokenizer_does(tmp_path, ends):
     """By the end that the texts had in this run, unless the model knew it already, perhaps among others."""
-    bare = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
-    bare.generation_config.eos_token_id = ends
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "start"))
+    model.generation_config.eos_token_id = ends
     tokenizer = transformers.ByT5Tokenizer()
     tokenizer.add_tokens(["<end>"], special_tokens=True)
     tokenizer.eos_token = "<extra_id_0>"
     assert tokenizer.eos_token_id == 259
     config = Config.model_validate(tiny_config(tmp_path))
-    use_special_tokens(bare, tokenizer, config)
+    use_special_tokens(model, tokenizer, config)
     if 259 in ends:
-        assert bare.generation_config.eos_token_id == ends
+        assert model.generation_config.eos_token_id == ends
     else:
-        assert bare.generation_config.eos_token_id == bare.config.eos_token_id == 259
-        assert bare.generation_config.pad_token_id == 0
+        assert model.generation_config.eos_token_id == model.config.eos_token_id == 259
+        assert model.generation_config.pad_token_id == 0
 
 
 def test_tokens_without_a_tokenizer_say_no_end(tmp_path):

@@ -229,7 +229,7 @@ def test_chunks_make_the_whole_model(kind, chunked):
         ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
         ("starcoder2", {"embedding_dropout": 0.5}, "a starcoder2 has dropout outside of its layers"),
         ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*, which is no weight and"),
-        ("llama", {"num_hidden_layers": 2}, "the 2 layers cannot be divided among 3 stages"),
+        ("llama", {"num_hidden_layers": 2}, "the 2 layers cannot be divided among 3 chunks"),
     ],
 )
 def test_refused_models(kind, more, message):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import train
 from samerun.config import Config, Model, Optim, Perf
-from samerun.data.batches import slots
+from samerun.data.batches import padded_tokens
 from samerun.errors import UserError
 from samerun.plan import Plan, pipeline_bubble
 from samerun.preflight.memory import TRACED, PlannedLaunch, memory_per_device
@@ -81,7 +81,7 @@ def test_known_plans(given, expected):
     ],
 )
 def test_a_pipeline_has_as_many_passes_as_ranks(rows, limit, processes, ranks, expected):
-    plan = train.plan_batch(rows, limit, processes, 512, group=ranks, least_micro_steps=ranks)
+    plan = train.plan_batch(rows, limit, processes, 512, ranks_per_row=ranks, least_micro_steps=ranks)
     assert (plan.data_parallel_size, plan.micro_batch_size, plan.grad_accum_steps) == expected
 
 
@@ -91,7 +91,7 @@ def test_a_pipeline_has_as_many_passes_as_ranks(rows, limit, processes, ranks, e
 )
 def test_bubble_of_a_pipeline(schedule, passes, share):
     model = Model(pretrained="any", pipeline_ranks=4, pipeline_schedule=schedule)
-    plan = train.plan_batch(passes, 1, 4, 512, group=4, least_micro_steps=4)
+    plan = train.plan_batch(passes, 1, 4, 512, ranks_per_row=4, least_micro_steps=4)
     assert pipeline_bubble(model, plan) == pytest.approx(share)
 
 
@@ -105,7 +105,7 @@ def test_bubble_of_a_pipeline(schedule, passes, share):
 def test_plans_that_do_not_suit_a_pipeline(rows, message):
     model = Model(pretrained="any", pipeline_ranks=4, pipeline_schedule="Interleaved1F1B")
     with pytest.raises(UserError, match=message):
-        pipeline_bubble(model, train.plan_batch(rows, 1, 4, 512, group=4, least_micro_steps=4))
+        pipeline_bubble(model, train.plan_batch(rows, 1, 4, 512, ranks_per_row=4, least_micro_steps=4))
 
 
 @pytest.mark.parametrize("name, tokens", [("TorchTitan", 16_384), ("nanoGPT", 491_520), ("build-nanogpt", 524_288)])
@@ -119,7 +119,7 @@ def test_tokens_per_step_of_well_known_scripts(name, tokens):
 def test_sequence_parallel_trades_ranks_for_accumulation(sp):
     """XTuner: tokens = batch_size x n_gpus x (max_length / sp_size) x accumulative_counts, so doubling sp_size doubles
     accumulative_counts. Here 1 row x 8 devices x 32,768 tokens x 16 = 4,194,304."""
-    plan = train.plan_batch(128, 1, 8, 32_768, group=sp)
+    plan = train.plan_batch(128, 1, 8, 32_768, ranks_per_row=sp)
     assert (plan.data_parallel_size, plan.grad_accum_steps) == (8 // sp, 16 * sp)
     assert 1 * 8 * (32_768 // sp) * plan.grad_accum_steps == plan.tokens_per_step == 4_194_304
 
@@ -196,7 +196,7 @@ def test_ranks_have_the_same_number_of_tokens():
         lengths = np.clip(rng.lognormal(np.log(120), 0.8, 128), 2, 1024).astype(int)
         for joined in (True, False):
             split = plan.split(lengths, joined)
-            tokens = np.array([[slots(lengths[piece], joined) for piece in pieces] for pieces in split])
+            tokens = np.array([[padded_tokens(lengths[piece], joined) for piece in pieces] for pieces in split])
             waiting[joined].append(1 - tokens.sum() / (4 * tokens.max(1).sum()))
             largest[joined].append(tokens.max() / (lengths.sum() / 16))
     assert np.mean(waiting[True]) < 0.01 and np.mean(waiting[False]) > 0.3

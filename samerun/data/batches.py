@@ -138,7 +138,7 @@ def pad_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
     return padded
 
 
-def slots(lengths: np.ndarray, joined: bool) -> int:
+def padded_tokens(lengths: np.ndarray, joined: bool) -> int:
     """The tokens of a micro-batch with rows of these lengths, padding included."""
     if joined:
         return max(1, int(lengths.sum()))
@@ -172,14 +172,14 @@ def load_step(
     # Every rank works out what the others process, so no count ever needs communication.
     counts = {
         "rows": len(rows),
-        "tokens": sum(slots(lengths[piece], joined) for piece in itertools.chain(*micro_steps)),
+        "tokens": sum(padded_tokens(lengths[own], joined) for own in itertools.chain(*micro_steps)),
         "real_tokens": int(lengths.sum()),
         "target_tokens": int(targets.sum()),
     }
     return StepBatch(step, micro_batches, counts, source_targets=source_targets)
 
 
-class Batches:
+class Prefetcher:
     """The batches of the coming steps, loaded while the device still computes the current one."""
 
     AHEAD = 8  # Steps are loaded several at once. One by one, each would find the caches of the CPU cold.

@@ -13,7 +13,7 @@ from samerun.config import Data, Source
 from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
 from samerun.data.sources import load_source
-from samerun.errors import UserError, explained, require, say
+from samerun.errors import UserError, as_user_error, require, say
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_encoding(documents: datasets.Dataset) -> None:
     for name, values in zip(documents.column_names, documents.data.columns):
         first = 0
         for part in values.chunks:
-            with explained(f"data.column: {name!r}, in the part from row {first} on, counted from 0"):
+            with as_user_error(f"data.column: {name!r}, in the part from row {first} on, counted from 0"):
                 part.validate(full=True)
             first += len(part)
 

@@ -37,14 +37,14 @@ class IndexWriter:
     """Writes where the rows of documents lie, for Dataset to map it into memory.
 
     It takes one batch of documents after another, so that it needs little memory. The tokens stay in the files of Arrow
-    that the batches come from. A chunk is the tokens of one batch. The files of the index hold int64:
+    that the batches come from. A extent is the tokens of one batch. The files of the index hold int64:
 
         edges.bin    [pieces + 1]              the first token of each piece, and the end
         first.bin    [rows + 1]                the first piece of each row; not there if each row is one piece
         targets.bin  [rows + 1]                how many targets there are before each row; only there with labels
         hashes.bin   [documents]               hash_documents(); only there if the run has an evaluation
-        chunks.bin   [2 + columns, chunks + 1] of each chunk the first token, the number of its file, and the bytes of
-                                               the file before its ids and before its labels
+        extents.bin  [2 + columns, extents + 1]  of each extent the first token, the number of its file, and the bytes
+                                               of the file before its ids and before its labels
     """
 
     def __init__(self, files: dict[str, BinaryIO], packing: str, length: int, columns: list[str]):
@@ -55,7 +55,7 @@ class IndexWriter:
         self.tokens = self.pieces = self.rows = self.targets = 0  # So far.
         self.tokens_seen = 0  # By all tokens together, if each sees its whole piece.
         self.lowest_id = self.lowest_label = self.highest = 0
-        self.chunks = []
+        self.extents = []
         self.types = []  # Of the columns, as numpy calls them.
 
     def append(self, name: str, numbers: np.ndarray) -> None:
@@ -85,16 +85,16 @@ class IndexWriter:
 
         tokens = [batch.column(name).flatten().to_numpy() for name in self.columns]
         self.types = [part.dtype.name for part in tokens]
-        self.note_chunks(whole, file, place, offsets, kept)
+        self.note_extents(whole, file, place, offsets, kept)
         self.note_targets(tokens, edges - self.tokens, cuts - self.tokens)
         self.tokens += len(tokens[0])
         self.pieces += len(edges)
         self.rows += len(cuts)
 
-    def note_chunks(
+    def note_extents(
         self, batch: pa.RecordBatch, file: int, place: range, offsets: np.ndarray, kept: np.ndarray | None
     ) -> None:
-        """Note where the tokens lie in the file: one chunk, or one for each run of neighbours that are kept."""
+        """Note where the tokens lie in the file: one extent, or one for each run of neighbours that are kept."""
         lists = [batch.column(name) for name in self.columns]
         # Where the tokens are in memory: the first buffer of an array tells its nulls, the second one has the values.
         values = [column.flatten() for column in lists]
@@ -108,7 +108,7 @@ class IndexWriter:
             begins = running_sum(pc.list_value_length(lists[0]).to_numpy())[kept[runs]]
         for first, begin in zip(firsts.tolist(), begins.tolist()):
             places = (address - place.start + begin * part.type.byte_width for address, part in zip(addresses, values))
-            self.chunks.append([self.tokens + first, file, *places])
+            self.extents.append([self.tokens + first, file, *places])
 
     def note_targets(self, tokens: list[np.ndarray], edges: np.ndarray, cuts: np.ndarray) -> None:
         """Note how many targets come before each row, and the range of the ids."""
@@ -134,8 +134,8 @@ class IndexWriter:
         self.append("edges", np.array([self.tokens]))
         self.append("first", np.array([self.pieces]))
         self.append("targets", np.array([self.targets]))
-        self.chunks.append([self.tokens] + [0] * (len(self.chunks[0]) - 1))
-        self.append("chunks", np.array(self.chunks).T)
+        self.extents.append([self.tokens] + [0] * (len(self.extents[0]) - 1))
+        self.append("extents", np.array(self.extents).T)
         totals = ("rows", "tokens", "tokens_seen", "lowest_id", "lowest_label", "highest", "types")
         return {name: getattr(self, name) for name in totals}
 
@@ -202,7 +202,7 @@ def write_index(
     if not files:
         documents = documents.flatten_indices(cache_file_name=str(folder / "documents.arrow"))
         files = files_of(documents)
-    names = ["edges", "chunks"]
+    names = ["edges", "extents"]
     if packing != "none":
         names.append("first")
     if len(columns) == 2:

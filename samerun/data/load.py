@@ -10,7 +10,7 @@ from samerun.config import Data, Source, eval_setting, evaluation_title, rows_pe
 from samerun.data.index import load_rows
 from samerun.data.rows import Dataset, Mixture
 from samerun.data.sources import cannot_use, data_cache, is_read_only
-from samerun.errors import explained, require, say, within
+from samerun.errors import as_user_error, prefix_errors, require, say
 from samerun.meeting import Meeting
 
 
@@ -24,7 +24,7 @@ def load_training_rows(
     for name, source in config.sources.items():
         own = {field: getattr(source, field) for field in Source.model_fields}
         own |= {"format": source.format or config.format, "column": source.column or config.column}
-        with within(f"data.sources.{name}"):
+        with prefix_errors(f"data.sources.{name}"):
             part = config.model_copy(update=own)
             loaded[name] = load_rows(source, part, tokenizer, made_by, seed, held_out, others)
     return Mixture(loaded, rows_per_block(config.sources), seed)
@@ -39,7 +39,7 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Da
         others = held_out[""].parts()
     train = load_training_rows(config, tokenizer, made_by, seed, others=others)
     for name, source in config.eval_sources.items():
-        with within(eval_setting(name)):
+        with prefix_errors(eval_setting(name)):
             held_out[name] = load_rows(source, config, tokenizer, made_by, seed, others=train.parts())
     for note in train.index["notes"]:
         say(f"Data: {note}")
@@ -55,7 +55,7 @@ def data_lock() -> FileLock | None:
     cache = data_cache()
     if is_read_only(cache):
         return None
-    with explained(cannot_use(cache)):
+    with as_user_error(cannot_use(cache)):
         os.makedirs(cache, exist_ok=True)
         lock = cache / "train.lock"
         require(not lock.exists() or os.access(lock, os.W_OK), f"{lock} is another user's")

@@ -38,7 +38,7 @@ class Dataset:
         self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one piece.
         self.targets = mapped("targets.bin") if "targets.bin" in index["sizes"] else None  # Before each row.
         self.hashes = mapped("hashes.bin") if "hashes.bin" in index["sizes"] else None  # Of each document.
-        self.chunks = mapped("chunks.bin").reshape(2 + len(index["types"]), -1)
+        self.extents = mapped("extents.bin").reshape(2 + len(index["types"]), -1)
         self.types = [np.dtype(name) for name in index["types"]]
         self.files = [np.frombuffer(mapped_file(file), np.uint8) for file, _ in index["token_files"]]
 
@@ -65,15 +65,15 @@ class Dataset:
         return tokens
 
     def read_column(self, column: int, start: int, end: int) -> np.ndarray:
-        """Input ids (column 0) or labels (column 1) of the tokens start to end - 1, which may lie in several chunks."""
+        """Input ids (column 0) or labels (column 1) of the tokens start to end - 1, in one extent or several."""
         kind, parts = self.types[column], []
-        chunk = self.chunks[0].searchsorted(start, side="right") - 1
+        extent = self.extents[0].searchsorted(start, side="right") - 1
         while start < end:
-            first, file, *places = self.chunks[:, chunk].tolist()
-            stop = min(end, int(self.chunks[0, chunk + 1]))
+            first, file, *places = self.extents[:, extent].tolist()
+            stop = min(end, int(self.extents[0, extent + 1]))
             begin = places[column] + (start - first) * kind.itemsize
             parts.append(self.files[file][begin : begin + (stop - start) * kind.itemsize].view(kind))
-            start, chunk = stop, chunk + 1
+            start, extent = stop, extent + 1
         if len(parts) == 1:  # As nearly always.
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, kind)

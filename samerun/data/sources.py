@@ -22,7 +22,7 @@ import pandas as pd
 from samerun.config import Source
 from samerun.data.stdlib_chats import write_stdlib_chats
 from samerun.data.text_files import TextFiles
-from samerun.errors import explained, require, say
+from samerun.errors import as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
 
@@ -128,7 +128,7 @@ def cannot_use(cache: Path) -> str:
 def load_source(source: Source) -> datasets.Dataset:
     if source.files:
         return load_files(list_files(source.files))
-    with explained(f"data: cannot load {source.path}", source.path):
+    with as_user_error(f"data: cannot load {source.path}", source.path):
         if saved_state(source):
             return datasets.load_from_disk(source.path)
         builder = datasets.load_dataset_builder(source.path, source.name)
@@ -192,7 +192,7 @@ def identity_of(source: Source) -> list[Any]:
         except Exception:
             load_files(files)  # Raises what is wrong, with the name of the file.
             raise
-    with explained(f"data: cannot load {source.path}", source.path):
+    with as_user_error(f"data: cannot load {source.path}", source.path):
         state = saved_state(source)
         if state:
             return [state, stamps_of([os.path.join(source.path, file["filename"]) for file in state["_data_files"]])]
@@ -249,7 +249,7 @@ def load_files(files: list[str]) -> datasets.Dataset:
         for file in (bad, files[0]):
             load_files([file])  # Alone, a file gives a clearer error, and then this raises.
         files = [files[0], bad]
-    with explained(f"data: cannot load {' together with '.join(files)}"):
+    with as_user_error(f"data: cannot load {' together with '.join(files)}"):
         require(any("://" in file or os.path.getsize(file) for file in files), "it is empty")
         return read_files(builder, files)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from samerun.config import Data, Source
 from samerun.data.order import running_sum
 from samerun.data.sources import list_files
-from samerun.errors import UserError, explained, require
+from samerun.errors import UserError, as_user_error, require
 from samerun.files import stamp
 
 SUFFIXES = {".bin", ".npy"}
@@ -75,7 +75,7 @@ def open_token_files(
     """Map files into memory. `end` is the token that ends a document where a file does not tell the documents."""
     opened = []
     for file in files:
-        with explained(f"data.files: cannot use {file}"):
+        with as_user_error(f"data.files: cannot use {file}"):
             opened.append(open_token_file(file, dtype, end))
     types = {part.tokens.dtype.name: part.path for part in opened}
     found = " and ".join(f"{path} has {name}" for name, path in types.items())

@@ -12,7 +12,7 @@ from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
 from samerun.data.encode import Encoder
 from samerun.early import CORES
-from samerun.errors import UserError, explained, require, say
+from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import are_as_noted, note_files
 
 PART = 2**27  # Bytes of documents that are tokenized at a time. Of a launch that is killed, the parts before are kept.
@@ -45,7 +45,7 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
         in_parts = f"; {len(missing)} of {count} parts are left to do" if count > 1 else ""
         say(f"Tokenizing {len(documents):,} documents{in_parts}.")
     tokenized, done, new, started = [], 0, 0, time.monotonic()
-    with explained(f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"):
+    with as_user_error(f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"):
         for part, file in zip(parts, files):
             tokenized.append(tokenize_part(part, done, config, encoder, file))
             done += len(part)

@@ -33,8 +33,6 @@ def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
     )
 
 
-# "bare" is the model itself, without what DDP wraps around it.
-
 DOCUMENTS = "documents"  # The name of document_attention() among the attentions of transformers.
 
 
@@ -251,11 +249,11 @@ def all_to_all(states: torch.Tensor, ranks: RowRanks, split: int, join: int) -> 
 
 
 @contextmanager
-def attention(bare: torch.nn.Module, name: str):
+def attention(model: torch.nn.Module, name: str):
     """Another attention of transformers for a while."""
-    before = bare.config._attn_implementation
-    bare.set_attn_implementation(name)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
-        bare.set_attn_implementation(before)
+        model.set_attn_implementation(before)

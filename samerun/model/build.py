@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from samerun.config import Config, Model, as_list
-from samerun.errors import UserError, explained, one_line, require, say
+from samerun.errors import UserError, as_user_error, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
 
 
@@ -20,7 +20,7 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     """The transformers config of the model. Raises UserError for one that does not exist or does not fit the data."""
     name, architecture = config.model.pretrained, config.model.architecture or {}
     length = config.data.sequence_length
-    with explained(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
+    with as_user_error(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
         if name:
             is_adapter = transformers.utils.find_adapter_config_file(name) is not None
             require(not is_adapter, "it is a LoRA adapter; merge it into its model, or continue it by run.init_from")
@@ -34,7 +34,7 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
 
     known = type(found)().to_dict()
     unknown = [key for key in architecture if key in found.to_dict() and key not in known]
-    with explained(f"model.architecture: cannot build {architecture}"):
+    with as_user_error(f"model.architecture: cannot build {architecture}"):
         unknown = [key for key in unknown if not shapes_weights(key, found)]
     if unknown:
         near = difflib.get_close_matches(min(unknown), known, cutoff=0.4)
@@ -68,7 +68,7 @@ def build_model(
     `new_tokens` are the ids of data.special_tokens.
     """
     torch.manual_seed(seed)
-    with explained(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
+    with as_user_error(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
         model = load_weights(config, found)
         train_every_row(model, is_new=not config.pretrained)
         extend_embeddings(config, model, vocab_size)
@@ -123,7 +123,7 @@ def load_weights(config: Model, found: transformers.PreTrainedConfig) -> torch.n
 
 def download_weights(config: Model, found: transformers.PreTrainedConfig) -> None:
     """Let the cache have all files of a pretrained model. Its weights get no memory: they are on no device."""
-    with explained(f"model.pretrained: cannot load {config.pretrained}", config.pretrained):
+    with as_user_error(f"model.pretrained: cannot load {config.pretrained}", config.pretrained):
         remote = config.trust_remote_code
         transformers.AutoModelForCausalLM.from_pretrained(
             config.pretrained, config=found, device_map="meta", attn_implementation="eager", trust_remote_code=remote
@@ -192,16 +192,16 @@ def train_in_float32(model: torch.nn.Module) -> None:
                 trained.register_forward_hook(after)
 
 
-def compile_model(bare: torch.nn.Module, config: Model, packing: str) -> None:
+def compile_model(model: torch.nn.Module, config: Model, packing: str) -> None:
     """Have torch compile the model at its first pass, in place, so that the names of the weights stay as they are."""
     # Rows of any length get code for all lengths at once. Otherwise the second length would be compiled anew.
     dynamic = None if packing == "concat" else True
     if config.compile == "full":
-        whole = bare.get_decoder() if config.chunked_loss else bare
+        whole = model.get_decoder() if config.chunked_loss else model
         whole.compile(dynamic=dynamic)
     if config.compile == "regional":
-        for module in bare.modules():
-            if type(module).__name__ in (bare._no_split_modules or []):
+        for module in model.modules():
+            if type(module).__name__ in (model._no_split_modules or []):
                 module.compile(dynamic=dynamic)
 
 

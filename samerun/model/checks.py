@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, collate
-from samerun.errors import explained, require, say
+from samerun.errors import as_user_error, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import vocabulary_size
@@ -18,61 +18,63 @@ from samerun.model.loss import joins_documents, model_inputs
 from samerun.plan import Stage
 
 
-def check_model(bare: torch.nn.Module, config: Config, meeting: Meeting, loss_of: Callable) -> None:
+def check_model(model: torch.nn.Module, config: Config, meeting: Meeting, loss_of: Callable) -> None:
     """Raises UserError if a token sees what it must not, or if packing or chunks change the loss.
 
     The main process tries it out, and settles on the attention for all ranks.
     """
-    can_be_tried = bare.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)  # Others need a GPU.
+    can_be_tried = model.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)  # Others need a GPU.
     if meeting.rank == 0 and can_be_tried:
-        settle_attention(bare, config.data.packing, loss_of)
-        check_loss(bare, config.data.packing, config.model.chunked_loss, loss_of)
-    settled = meeting.gather(bare.config._attn_implementation)[0]
-    if settled != bare.config._attn_implementation:
-        bare.set_attn_implementation(settled)
-    if config.model.attention == "sdpa" and not joins_documents(bare):
-        say(f"Rows are padded, because a {bare.config.model_type} does not keep documents apart in a single row.")
+        settle_attention(model, config.data.packing, loss_of)
+        check_loss(model, config.data.packing, config.model.chunked_loss, loss_of)
+    settled = meeting.gather(model.config._attn_implementation)[0]
+    if settled != model.config._attn_implementation:
+        model.set_attn_implementation(settled)
+    if config.model.attention == "sdpa" and not joins_documents(model):
+        say(f"Rows are padded, because a {model.config.model_type} does not keep documents apart in a single row.")
 
 
 @torch.no_grad()
-def draws_random_numbers(bare: torch.nn.Module) -> bool:
+def draws_random_numbers(model: torch.nn.Module) -> bool:
     """Whether passes in training differ in what some module returns, as by dropout or a router that tries its luck.
 
     The loss alone would not tell: at first, a LoRA adapter adds nothing, whatever its dropout is. Some models draw
     numbers and do nothing with them, such as those that leave out no layers by a chance of 0.
     """
-    can_be_tried = bare.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)
-    way = bare.config._attn_implementation if can_be_tried else "eager"  # Others need a GPU.
-    with torch.random.fork_rng(devices=[]), attention(bare, way):
+    can_be_tried = model.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)
+    way = model.config._attn_implementation if can_be_tried else "eager"  # Others need a GPU.
+    with torch.random.fork_rng(devices=[]), attention(model, way):
         before = torch.get_rng_state()
-        first = sums_inside(bare)
+        first = sums_inside(model)
         if torch.equal(before, torch.get_rng_state()):
             return False
-        return any(sums_inside(bare) != first for _ in range(7))
+        return any(sums_inside(model) != first for _ in range(7))
 
 
-def sums_inside(bare: torch.nn.Module) -> list[float]:
+def sums_inside(model: torch.nn.Module) -> list[float]:
     """The sums of all that the modules return in a pass in training."""
     sums = []
 
     def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
         sums.extend(value.double().sum().item() for value in tree_leaves(output) if isinstance(value, torch.Tensor))
 
-    hooks = [module.register_forward_hook(note) for module in bare.modules()]
-    batch = collate([probe_row(vocabulary_size(bare), packed=False)], bare.device, joins_documents(bare))
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    batch = collate([probe_row(vocabulary_size(model), packed=False)], model.device, joins_documents(model))
     try:
-        try_pass(bare.train(), batch)
+        try_pass(model.train(), batch)
     finally:
         for hook in hooks:
             hook.remove()
     return sums
 
 
-def try_pass(bare: torch.nn.Module, batch: MicroBatch) -> Any:
+def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
     """What the model returns. Raises UserError if it raises an error, as for heads that do not divide."""
     advice = "its settings must fit together, such as num_attention_heads and num_key_value_heads"
-    with explained(f"model.pretrained or model.architecture: no pass of this {bare.config.model_type} works; {advice}"):
-        return bare(**model_inputs(bare, batch))
+    with as_user_error(
+        f"model.pretrained or model.architecture: no pass of this {model.config.model_type} works; {advice}"
+    ):
+        return model(**model_inputs(model, batch))
 
 
 def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
@@ -86,7 +88,7 @@ def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
     return np.stack((ids, targets, positions))
 
 
-def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]:
+def tokens_seen(model: torch.nn.Module, row: np.ndarray, token: int) -> list[int]:
     """The tokens of a row that the logits of one token depend on, by their gradient with respect to the embeddings.
 
     It is exactly 0 where nothing flows. The logits themselves would not tell, because what an untrained model leaks may
@@ -98,12 +100,12 @@ def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # Some models change it in place.
 
-    tables = {module for module in bare.modules() if isinstance(module, torch.nn.Embedding)}
-    tables.add(bare.get_input_embeddings())  # What peft puts in its place may compute without it.
+    tables = {module for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    tables.add(model.get_input_embeddings())  # What peft puts in its place may compute without it.
     hooks = [table.register_forward_hook(keep) for table in tables]
-    batch = collate([row], bare.device, joins_documents(bare))
+    batch = collate([row], model.device, joins_documents(model))
     try:
-        logits = try_pass(bare.eval(), batch).logits[0, token]
+        logits = try_pass(model.eval(), batch).logits[0, token]
     finally:
         for hook in hooks:
             hook.remove()
@@ -113,16 +115,16 @@ def tokens_seen(bare: torch.nn.Module, row: np.ndarray, token: int) -> list[int]
     for gradient in torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True):
         if gradient is not None:
             finite = gradient.isfinite().all()
-            require(finite, f"model: the gradients of this {bare.config.model_type} are not finite before any step")
+            require(finite, f"model: the gradients of this {model.config.model_type} are not finite before any step")
             seen |= (gradient.reshape(-1, row.shape[1], gradient.shape[-1]) != 0).any(2).any(0)
     return seen.nonzero().flatten().tolist()
 
 
-def what_leaks(bare: torch.nn.Module, packed: bool) -> str:
+def what_leaks(model: torch.nn.Module, packed: bool) -> str:
     """What a token sees and must not: "later tokens", "other documents", or nothing: ""."""
-    row = probe_row(vocabulary_size(bare), packed)
+    row = probe_row(vocabulary_size(model), packed)
     for token in (2, 5):  # One of each document.
-        seen = tokens_seen(bare, row, token)
+        seen = tokens_seen(model, row, token)
         if max(seen, default=0) > token:
             return "later tokens"
         if packed and min(seen, default=token) < token // 4 * 4:
@@ -130,43 +132,43 @@ def what_leaks(bare: torch.nn.Module, packed: bool) -> str:
     return ""
 
 
-def settle_attention(bare: torch.nn.Module, packing: str, loss_of: Callable) -> None:
+def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
     """Take padded rows and transformers' own masks if the model needs them.
 
     Raises UserError if a token sees too much all the same.
     """
-    if bare.config._attn_implementation == DOCUMENTS:
-        if keeps_documents_apart(bare, loss_of):
+    if model.config._attn_implementation == DOCUMENTS:
+        if keeps_documents_apart(model, loss_of):
             return
-        bare.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa")
 
-    name, found = bare.config.model_type, what_leaks(bare, packed=False)
+    name, found = model.config.model_type, what_leaks(model, packed=False)
     if not found and packing != "none":
-        found = what_leaks(bare, packed=True)
+        found = what_leaks(model, packed=True)
     causal = found != "later tokens"
     require(causal, f"model: a token of this {name} sees later ones; take a causal model (is_decoder: true)")
     require(not found, f"data.packing: in a {name} the documents of a row see each other; use none")
 
 
-def keeps_documents_apart(bare: torch.nn.Module, loss_of: Callable) -> bool:
+def keeps_documents_apart(model: torch.nn.Module, loss_of: Callable) -> bool:
     """Whether the model computes the same with document_attention() as with transformers' masks, and nothing leaks."""
-    row = probe_row(vocabulary_size(bare), packed=True)
+    row = probe_row(vocabulary_size(model), packed=True)
     try:
-        with short_windows(bare):
-            if what_leaks(bare, packed=True):
+        with short_windows(model):
+            if what_leaks(model, packed=True):
                 return False
-            joined = probe_loss(bare, [row], loss_of)
-            with attention(bare, "sdpa"):
-                alone = probe_loss(bare, [row[:, :4], row[:, 4:]], loss_of)
-        return is_same_loss(bare, joined, alone)
+            joined = probe_loss(model, [row], loss_of)
+            with attention(model, "sdpa"):
+                alone = probe_loss(model, [row[:, :4], row[:, 4:]], loss_of)
+        return is_same_loss(model, joined, alone)
     except Exception:  # Its forward() does not pass on what document_attention() needs, or has a mask of its own.
         return False
 
 
 @contextmanager
-def short_windows(bare: torch.nn.Module):
+def short_windows(model: torch.nn.Module):
     """Let all sliding windows be of two tokens for a while, so that a short row shows whether they are kept."""
-    holders = [bare.config.get_text_config(), *bare.modules()]
+    holders = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     for holder, _ in windows:
         holder.sliding_window = 2
@@ -200,17 +202,17 @@ def check_loss(model: torch.nn.Module, packing: str, chunked: bool, loss_of: Cal
         require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
     if chunked:
         refusal = f"model.chunked_loss: a {name} computes its logits from more than the states of its layers; use false"
-        with explained(refusal):
+        with as_user_error(refusal):
             same = is_same_loss(model, probe_loss(model, apart, loss_of, chunked=True), expected)
         require(same, refusal)
 
 
-def check_rope(bare: torch.nn.Module, stages: list[Stage], sequence_length: int) -> None:
+def check_rope(model: torch.nn.Module, stages: list[Stage], sequence_length: int) -> None:
     """Raises UserError for a longrope that would make the loss of a row depend on the other rows of its pass.
 
     It has other frequencies for a whole pass as soon as one of its rows is longer than in the model's first training.
     """
-    rope = getattr(bare.config.get_text_config(), "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max(stage.plan.micro_batch_size for stage in stages) > 1:
         short = rope["original_max_position_embeddings"]
         advice = f"set batch.max_micro_batch_size: 1, or data.sequence_length to at most {short}"

@@ -29,31 +29,31 @@ def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) 
 
 
 def compute_loss(
-    model: torch.nn.Module, batch: MicroBatch, token_loss: Callable, chunked: bool = False
+    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable, chunked: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """token_loss() of a micro-batch, all as sums.
 
     With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
     """
-    bare = getattr(model, "module", model)  # Without DDP's wrapper.
+    model = getattr(wrapped, "module", wrapped)  # Without DDP's wrapper.
     if chunked:
-        return loss_in_chunks(model, batch, token_loss)
-    loss, metrics = token_loss(model(**model_inputs(bare, batch)).logits.flatten(0, 1), batch.targets.flatten())
+        return loss_in_chunks(wrapped, batch, token_loss)
+    loss, metrics = token_loss(wrapped(**model_inputs(model, batch)).logits.flatten(0, 1), batch.targets.flatten())
     return loss, add_up_terms(metrics, batch.source_ends)
 
 
-def joins_documents(bare: torch.nn.Module) -> bool:
+def joins_documents(model: torch.nn.Module) -> bool:
     """Whether the model takes the documents of a micro-batch as a single row, or rows with padding."""
-    attention = bare.config._attn_implementation
+    attention = model.config._attn_implementation
     return attention == DOCUMENTS or "flash" in attention
 
 
-def model_inputs(bare: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """What the model's forward() takes."""
     names = ("input_ids", "inputs_embeds", "position_ids", "documents")
     inputs = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
     inputs["use_cache"] = False  # transformers keeps packed documents apart only without a cache.
-    if batch.documents and bare.config._attn_implementation != DOCUMENTS:
+    if batch.documents and model.config._attn_implementation != DOCUMENTS:
         documents = inputs.pop("documents")  # The flash attention of transformers has its own words for them.
         inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = documents.ends
         inputs["max_length_q"] = inputs["max_length_k"] = documents.longest
@@ -61,30 +61,30 @@ def model_inputs(bare: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
 
 
 def loss_in_chunks(
-    model: torch.nn.Module, batch: MicroBatch, token_loss: Callable
+    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """token_loss() of CHUNK targets at a time. All of it happens inside forward(), in one call of each module.
 
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
     """
-    bare = getattr(model, "module", model)
-    layers, output_layer = bare.get_decoder(), bare.get_output_embeddings()
-    head = head_of(bare)
+    model = getattr(wrapped, "module", wrapped)
+    layers, output_layer = model.get_decoder(), model.get_output_embeddings()
+    head = head_of(model)
 
     def forward(**inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         outputs = layers(**inputs)
 
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss)
 
-        with replaced(output_layer, "forward", loss_of):
+        with patched(output_layer, "forward", loss_of):
             return output_layer(outputs[0])
 
-    with replaced(bare, "forward", forward):
-        return model(**model_inputs(bare, batch))
+    with patched(model, "forward", forward):
+        return wrapped(**model_inputs(model, batch))
 
 
 def add_up_chunks(
@@ -150,19 +150,19 @@ class WithGradients(torch.autograd.Function):
         return None, None, *(gradient.mul_(factor) for gradient in gradients)
 
 
-def head_of(bare: torch.nn.Module) -> Callable:
+def head_of(model: torch.nn.Module) -> Callable:
     """What forward() does after the layers, in the model's own way: the output layer, and what scales or bounds logits.
 
     It is a function of what the layers have returned, and of states [tokens, width] in place of theirs.
     """
-    forward, layers, output_layer = bare.forward, bare.get_decoder(), bare.get_output_embeddings()
-    place_of_layers, place_of_output_layer = place_of(layers, bare), place_of(output_layer, bare)
+    forward, layers, output_layer = model.forward, model.get_decoder(), model.get_output_embeddings()
+    place_of_layers, place_of_output_layer = place_of(layers, model), place_of(output_layer, model)
     without_hooks = StandIn(output_layer.forward)
 
     def head(outputs: transformers.utils.ModelOutput, states: torch.Tensor) -> torch.Tensor:
         known = type(outputs)(**{**outputs, "last_hidden_state": states[None]})
         without_layers = StandIn(lambda *_, **__: known)
-        with replaced(*place_of_layers, without_layers), replaced(*place_of_output_layer, without_hooks):
+        with patched(*place_of_layers, without_layers), patched(*place_of_output_layer, without_hooks):
             return forward(inputs_embeds=states[None], use_cache=False).logits.flatten(0, 1)
 
     return head
@@ -186,7 +186,7 @@ def place_of(module: torch.nn.Module, model: torch.nn.Module) -> tuple[torch.nn.
 
 
 @contextmanager
-def replaced(owner: torch.nn.Module, name: str, value: Any):
+def patched(owner: torch.nn.Module, name: str, value: Any):
     """Let an attribute have another value for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from samerun.config import Config, Data, Model
 from samerun.data.chat import accepted_turns, marks_turns, tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.errors import explained, say
+from samerun.errors import as_user_error, say
 
 
 def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase | None:
@@ -24,7 +24,7 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     if config.format == "tokens" and not config.tokenizer:
         return None
     name = config.tokenizer or model.pretrained or "bytes"
-    with explained(f"data.tokenizer (null: model.pretrained): cannot load {name}", name):
+    with as_user_error(f"data.tokenizer (null: model.pretrained): cannot load {name}", name):
         if name == "bytes":
             tokenizer = byte_tokenizer()
         else:
@@ -33,7 +33,7 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
             tokenizer.init_kwargs.pop("local_files_only", None)
         tokenizer.add_tokens(config.special_tokens, special_tokens=True)
     if config.chat_template:
-        with explained(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
+        with as_user_error(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
             tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
     elif config.format == "chat" or any(source.format == "chat" for source in (config.sources or {}).values()):
         take_training_template(tokenizer)
@@ -99,7 +99,7 @@ def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[li
     return said, rest
 
 
-def stop_after_turns(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Let generate() stop at the end of the assistant's turn, here and in the exported model."""
     end = end_of_turn(tokenizer)
     if end is None:
@@ -111,17 +111,17 @@ def stop_after_turns(bare: torch.nn.Module, tokenizer: transformers.PreTrainedTo
             advice = "Move it to before {% endgeneration %}, so that it is learned."
         say(f"The chat template ends a turn {problem}. So the model will not stop by itself. {advice}")
         return
-    known = bare.generation_config.eos_token_id
+    known = model.generation_config.eos_token_id
     ends = known if isinstance(known, list) else [known]
-    bare.generation_config.eos_token_id = [end, *(token for token in ends if token not in (None, end))]
+    model.generation_config.eos_token_id = [end, *(token for token in ends if token not in (None, end))]
     try:
-        bare.generation_config.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError:  # Published ones set a temperature without do_sample, and then cannot be saved again.
-        bare.generation_config.do_sample = True
+        model.generation_config.do_sample = True
 
 
 def use_special_tokens(
-    bare: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase | None, config: Config
+    model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase | None, config: Config
 ) -> None:
     """Let the model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
 
@@ -130,7 +130,7 @@ def use_special_tokens(
     """
     chosen = config.model.architecture or {}
     if config.model.pretrained:
-        known = bare.generation_config.eos_token_id
+        known = model.generation_config.eos_token_id
         ends = known if isinstance(known, list) else [known]
         is_right = tokenizer is None or tokenizer.eos_token_id in ends
         has_no_end = tokenizer and tokenizer.eos_token_id is None and not config.data.tokenizer
@@ -138,5 +138,5 @@ def use_special_tokens(
             return
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in chosen:
-            for settings in (bare.config, bare.generation_config):
+            for settings in (model.config, model.generation_config):
                 setattr(settings, name, getattr(tokenizer, name, None))

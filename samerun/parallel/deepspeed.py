@@ -18,7 +18,7 @@ from samerun.model.loss import add_metrics, joins_documents
 from samerun.optim import is_fused
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
-from samerun.parallel.state import full
+from samerun.parallel.state import full_tensor
 
 
 class DeepSpeed(Parallelism):
@@ -137,7 +137,7 @@ class DeepSpeed(Parallelism):
             self.zero.step()
         self.zero.found_inf = None
 
-    def state(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    def state_to_save(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
         """A copy. DeepSpeed divides flat tensors, and torch's checkpoints want rows: each rank has some of each one."""
         state = {}
         for name, value in model.module.state_dict(keep_vars=True).items():
@@ -149,16 +149,16 @@ class DeepSpeed(Parallelism):
             state[name] = distribute_tensor(whole, self.mesh, [placement], src_data_rank=None).clone()
         return state
 
-    def put_back(
+    def load_state(
         self, state: dict[str, torch.Tensor], model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> None:
         parts = list(self.parts(model, optimizers))
-        counts = {full(state[name]).item() if name in state else 0.0 for name, _, key in parts if key == "step"}
+        counts = {full_tensor(state[name]).item() if name in state else 0.0 for name, _, key in parts if key == "step"}
         refusal = "run.resume: some weights had more updates than others, and DeepSpeed counts them together"
         require(len(counts) < 2, f"{refusal}; continue with another launcher file")
         for name, parameter, key in parts:
             if name in state:
-                self.write(parameter, key, full(state[name]))
+                self.write(parameter, key, full_tensor(state[name]))
         self.step_without_update(model)
 
     def parts(
@@ -192,19 +192,19 @@ class DeepSpeed(Parallelism):
         else:
             safe_set_full_optimizer_state(parameter, value, key)
 
-    def gather_weights(self, bare: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def gather_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """As ever. Afterwards the model of the main process has these weights, in float32, and can train no more."""
         from deepspeed.runtime.zero import GatheredParameters
 
         weights = {}
-        for name, value in bare.state_dict(keep_vars=True).items():
-            if name in bare.all_tied_weights_keys:
+        for name, value in model.state_dict(keep_vars=True).items():
+            if name in model.all_tied_weights_keys:
                 continue
             with GatheredParameters([value]):  # With ZeRO-3, frozen weights are divided, too.
                 whole = self.read(value, "") if value.requires_grad else value.detach()
                 if self.accelerator.is_main_process:
                     weights[name] = whole.cpu()
         if self.accelerator.is_main_process:
-            for name, parameter in bare.named_parameters():  # save_pretrained() notes their type.
+            for name, parameter in model.named_parameters():  # save_pretrained() notes their type.
                 parameter.data = weights[name]
         return weights

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from samerun.errors import explained, require
+from samerun.errors import as_user_error, require
 
 
 def check_experts(model: PreTrainedModel, ranks: int, setting: str) -> None:
@@ -64,7 +64,7 @@ def shard_experts(
     options = options | {"mp_policy": policy, "shard_placement_fn": lambda parameter: Shard(1)}
     for name in names:
         experts = model.get_submodule(name)
-        with explained(f"model.expert_ranks: {groups} groups of ranks cannot share the experts"):
+        with as_user_error(f"model.expert_ranks: {groups} groups of ranks cannot share the experts"):
             fully_shard(experts, mesh=among, **options)
         # An expert has met the tokens of all ranks, not only of these. So its gradient is to be divided by all of them.
         experts.set_gradient_divide_factor(float(averages_over))

@@ -65,8 +65,13 @@ class Layout:
         return self.place("dp_replicate", "dp_shard")
 
     @property
+    def ranks_per_row(self) -> int:
+        """How many ranks share the work on each row, by its tokens or by the weights."""
+        return self.processes // self.data_parallel_size
+
+    @property
     def row_ranks(self) -> int:
-        """How many ranks share each row."""
+        """How many ranks share the tokens of each row."""
         return self.size("cp", "sp")
 
     @property

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, collate
-from samerun.errors import explained, require
+from samerun.errors import as_user_error, require
 from samerun.model.checks import probe_row
-from samerun.model.loss import add_metrics, joins_documents, replaced
+from samerun.model.loss import add_metrics, joins_documents, patched
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
 from samerun.parallel.fsdp import BF16_POLICY, before_backward, shard_layers, sharding_options
 from samerun.parallel.layout import Layout, check_combination
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
 from samerun.parallel.probe import first_difference, small_model, try_out_whole
 from samerun.parallel.rows import check_shared_rows, part_of_row
-from samerun.parallel.state import full, local, shards_of, train_instead, trained_state
+from samerun.parallel.state import full_tensor, local_tensor, retarget, shards_of, trained_state
 from samerun.parallel.tensor import divide_matrices
 
 
@@ -83,7 +83,7 @@ class Parallelism:
         self.try_out(model, forward_backward)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.divide(model)
-        train_instead(optimizers, names, model)
+        retarget(optimizers, names, model)
         return model.train()
 
     def make_groups(self) -> None:
@@ -117,7 +117,9 @@ class Parallelism:
                 model, self.config, self.accelerator, layout, self.pipeline_groups, self.loss_of
             )
         if layout.ep > 1:  # 2. The experts of this rank, before its matrices: a plan for tp may name them, too.
-            with explained(f"{layout.setting('ep')}: the experts of this {model.config.model_type} cannot be divided"):
+            with as_user_error(
+                f"{layout.setting('ep')}: the experts of this {model.config.model_type} cannot be divided"
+            ):
                 experts = divide_experts(model, self.expert_mesh["ep"], self.mesh["tp"])
         if layout.tp > 1:  # 3. The parts of their matrices.
             partial = divide_matrices(model, self.mesh["tp"], layout.setting("tp"), done=experts)
@@ -151,14 +153,14 @@ class Parallelism:
         That is a pass of the real step, in float32: all hooks, schedules and sums over ranks take part in it.
         """
         layout, kind = self.layout, model.config.model_type
-        stages = layout.pp * self.config.model.chunks_per_rank() if layout.pp > 1 else 1
-        small = small_model(model, stages, self.accelerator.device)
+        chunks = layout.pp * self.config.model.chunks_per_rank() if layout.pp > 1 else 1
+        small = small_model(model, chunks, self.accelerator.device)
         if layout.pp > 1:
-            check_layers(small, stages, self.loss_of, layout.setting("pp"))
+            check_layers(small, chunks, self.loss_of, layout.setting("pp"))
             small.eval()
         whole = [try_out_whole(small, self.loss_of) if self.accelerator.is_main_process else None]
         broadcast_object_list(whole)
-        with replaced(self.accelerator, "native_amp", False):
+        with patched(self.accelerator, "native_amp", False):
             self.divide(small, is_exact=True)
             divided = self.try_out_divided(small, forward_backward)
         other = first_difference(whole[0], divided)
@@ -173,7 +175,7 @@ class Parallelism:
         found = {"loss": self.sum_over_ranks(metrics)["loss"].item() / copies}
         for name, parameter in model.named_parameters():
             if not parameter.is_meta and parameter.grad is not None:
-                found[f"gradient of {name}"] = full(parameter.grad.norm()).item()
+                found[f"gradient of {name}"] = full_tensor(parameter.grad.norm()).item()
         found["gradient norm"] = self.clip_gradients(list(model.parameters())).item()
         model.zero_grad()
         if self.pipeline:
@@ -210,7 +212,7 @@ class Parallelism:
             for parameter in parameters:
                 if parameter.grad is None:  # Such as an expert that no token of this rank has chosen.
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local(parameter.grad), group=group)
+                dist.all_reduce(local_tensor(parameter.grad), group=group)
 
     def evaluate(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         """The metrics of token_loss(), summed over micro-batches of part_of()."""
@@ -240,7 +242,7 @@ class Parallelism:
         layout, kinds = self.layout, {}
         for parameter in parameters:
             if parameter.grad is not None and parameter is not self.counted_elsewhere:
-                kinds.setdefault(shards_of(parameter.grad), []).append(local(parameter.grad))
+                kinds.setdefault(shards_of(parameter.grad), []).append(local_tensor(parameter.grad))
         square = torch.zeros((), device=self.accelerator.device)
         for shards, gradients in kinds.items():
             square += torch.nn.utils.get_total_norm(gradients) ** 2 * shards
@@ -248,7 +250,7 @@ class Parallelism:
             dist.all_reduce(square)
             square = square * layout.pp / layout.processes
         norm, limit = square.sqrt(), self.config.optim.max_grad_norm
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if limit and gradients:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -261,36 +263,36 @@ class Parallelism:
 
     # Checkpoints and the export ---------------------------------------------------------------------------------------
 
-    def state(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    def state_to_save(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
         """What a checkpoint holds, and what it is loaded into."""
         return trained_state(model, optimizers)
 
-    def put_back(
+    def load_state(
         self, state: dict[str, torch.Tensor], model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> None:
         """Called when a checkpoint was loaded into state(), which here is the model and the optimizers themselves."""
 
-    def gather_weights(self, bare: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def gather_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """All weights of the model, on the main process."""
         if not self.pipeline:
-            weights = get_model_state_dict(bare, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-            for name in bare.all_tied_weights_keys:  # from_pretrained() ties them again.
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            for name in model.all_tied_weights_keys:  # from_pretrained() ties them again.
                 weights.pop(name, None)
             return weights
         is_first = self.layout.place(*self.layout.DATA, "tp") == 0  # Of the ranks that have the same layers.
         weights = {}
-        for name, value in bare.named_parameters():
+        for name, value in model.named_parameters():
             if not value.is_meta:
-                whole = full(value.detach())
+                whole = full_tensor(value.detach())
                 if is_first:
                     weights[name] = whole.cpu()
         return self.pipeline.gather(weights) if is_first else {}
 
 
-def check_divisible(bare: torch.nn.Module, config: Config, layout: Layout) -> None:
+def check_divisible(model: torch.nn.Module, config: Config, layout: Layout) -> None:
     """Raises UserError for a model that cannot be divided, as far as that is known without a try."""
     if layout.tp > 1:
-        kind, setting = bare.config.model_type, layout.setting("tp")
-        require(bare.tp_plan, f"{setting}: transformers has no plan how ranks share a {kind}; take FSDP2")
+        kind, setting = model.config.model_type, layout.setting("tp")
+        require(model.tp_plan, f"{setting}: transformers has no plan how ranks share a {kind}; take FSDP2")
     if layout.row_ranks > 1:
-        check_shared_rows(bare, config, layout)
+        check_shared_rows(model, config, layout)

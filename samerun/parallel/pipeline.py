@@ -16,11 +16,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, collate, lengthen
-from samerun.errors import explained, require
+from samerun.errors import as_user_error, require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import is_same_loss, probe_loss, probe_row
-from samerun.model.loss import StandIn, add_metrics, model_inputs, place_of, replaced
+from samerun.model.loss import StandIn, add_metrics, model_inputs, patched, place_of
 from samerun.parallel.fsdp import before_backward
 from samerun.parallel.layout import Layout
 
@@ -133,12 +133,12 @@ class PipelineSchedule:
 class PipelineGroups:
     """The ranks of a pipeline, of several that are beside each other."""
 
-    def __init__(self, ranks: dist.ProcessGroup, stages: torch.Tensor):
-        """`stages`: [stage, ranks that have its layers]."""
+    def __init__(self, ranks: dist.ProcessGroup, by_depth: torch.Tensor):
+        """`by_depth`: [ranks of a pipeline, pipelines], from the first layers to the last."""
         self.ranks = ranks
-        self.ends, _ = dist.new_subgroups_by_enumeration(stages[[0, -1]].T.tolist())  # The first and the last one.
+        self.ends, _ = dist.new_subgroups_by_enumeration(by_depth[[0, -1]].T.tolist())  # The first and the last one.
         self.hosts, _ = dist.new_subgroups_by_enumeration(
-            stages.T.tolist(), backend="gloo"
+            by_depth.T.tolist(), backend="gloo"
         )  # For what no GPU can hold.
         dist.barrier(group=ranks)  # NCCL makes a group at its first use, which should not be in a schedule.
 
@@ -152,10 +152,10 @@ def same_length(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
 class ModelChunk(torch.nn.Module):
     """Some neighbouring layers of a model: its own forward(), in which the other layers return what they are given."""
 
-    def __init__(self, bare: torch.nn.Module, layers: range, loss_of: Callable):
+    def __init__(self, model: torch.nn.Module, layers: range, loss_of: Callable):
         super().__init__()
-        self.bare, self.numbers, self.loss_of, self.dtype = bare, layers, loss_of, bare.dtype
-        decoder = bare.get_decoder()
+        self.model, self.numbers, self.loss_of, self.dtype = model, layers, loss_of, model.dtype
+        decoder = model.get_decoder()
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(decoder.layers)
         others = StandIn(lambda states, *_, **__: states)
         kept = [layer if number in layers else others for number, layer in enumerate(decoder.layers)]
@@ -168,20 +168,20 @@ class ModelChunk(torch.nn.Module):
         batch = self.micro_batches[int(number)]
         if not self.is_first:
             batch = replace(batch, input_ids=None, inputs_embeds=states)
-        with replaced(self.bare.get_decoder(), "layers", self.layers):
+        with patched(self.model.get_decoder(), "layers", self.layers):
             if self.is_last:
-                loss, metrics = self.loss_of(self.bare, batch)
+                loss, metrics = self.loss_of(self.model, batch)
                 add_metrics(self.metrics, metrics)
                 returned = loss[None] * self.scale
             else:
-                returned = states_of(self.bare, batch).to(self.dtype)
+                returned = states_of(self.model, batch).to(self.dtype)
         is_last_pass = int(number) == len(self.micro_batches) - 1
         if is_last_pass and returned.requires_grad:
             returned.register_hook(lambda _: self.before_last_backward())
         return returned
 
 
-def states_of(bare: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+def states_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """What the layers return, before the last norm and the logits."""
     found = []
 
@@ -189,66 +189,66 @@ def states_of(bare: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         found.append(states)
         return states[:, :1]  # One token, so that the rest costs nothing. Its logits are not used.
 
-    head = place_of(bare.get_output_embeddings(), bare)
-    with replaced(bare.get_decoder(), last_norm(bare), StandIn(keep)), replaced(*head, StandIn(lambda states: states)):
-        bare(**model_inputs(bare, batch))
+    head = place_of(model.get_output_embeddings(), model)
+    with patched(model.get_decoder(), last_norm(model), StandIn(keep)), patched(*head, StandIn(lambda states: states)):
+        model(**model_inputs(model, batch))
     return found[0]
 
 
-def last_norm(bare: torch.nn.Module) -> str:
+def last_norm(model: torch.nn.Module) -> str:
     """The name of the norm after the layers, the last part in transformers' plan of a pipeline."""
-    return list(bare.get_decoder()._pp_plan)[-1]
+    return list(model.get_decoder()._pp_plan)[-1]
 
 
-def divide_layers(bare: torch.nn.Module, count: int, loss_of: Callable, setting: str) -> list[ModelChunk]:
+def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting: str) -> list[ModelChunk]:
     """The chunks of a pipeline. Raises UserError for a model that has no plan for them."""
-    name, total = bare.config.model_type, bare.config.get_text_config().num_hidden_layers
-    joins = bare.config._attn_implementation == DOCUMENTS
+    name, total = model.config.model_type, model.config.get_text_config().num_hidden_layers
+    joins = model.config._attn_implementation == DOCUMENTS
     require(joins, f"{setting}: needs model.attention sdpa, and a model that works without padding; not {name}")
-    require(bare.supports_pp_plan, f"{setting}: transformers has no plan how a {name} is divided")
-    require(count <= total, f"{setting}: the {total} layers cannot be divided among {count} stages")
-    saved = bare.state_dict().keys() - dict(bare.named_parameters(remove_duplicate=False)).keys()
+    require(model.supports_pp_plan, f"{setting}: transformers has no plan how a {name} is divided")
+    require(count <= total, f"{setting}: the {total} layers cannot be divided among {count} chunks")
+    saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     require(not saved, f"{setting}: a {name} has {min(saved, default='')}, which is no weight and belongs to no rank")
     edges = np.linspace(0, total, count + 1).round().astype(int).tolist()
-    return [ModelChunk(bare, range(low, high), loss_of) for low, high in itertools.pairwise(edges)]
+    return [ModelChunk(model, range(low, high), loss_of) for low, high in itertools.pairwise(edges)]
 
 
-def check_layers(bare: torch.nn.Module, count: int, loss_of: Callable, setting: str) -> None:
+def check_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting: str) -> None:
     """Raises UserError for a model that computes something else in chunks."""
-    name, chunks = bare.config.model_type, divide_layers(bare, count, loss_of, setting)
+    name, chunks = model.config.model_type, divide_layers(model, count, loss_of, setting)
     refusal = f"{setting}: a {name} computes another loss when its layers are divided"
-    with explained(refusal), torch.no_grad():
-        row = probe_row(vocabulary_size(bare), packed=True)
-        batch = collate([row], bare.device, joined=True)
-        states, expected = None, probe_loss(bare, [row], loss_of)
+    with as_user_error(refusal), torch.no_grad():
+        row = probe_row(vocabulary_size(model), packed=True)
+        batch = collate([row], model.device, joined=True)
+        states, expected = None, probe_loss(model, [row], loss_of)
         for chunk in chunks:
             chunk.micro_batches = [batch]
             states = chunk(states, torch.tensor([0]))
-        same, alone = is_same_loss(bare, states.item(), expected), leaves_states_alone(bare.train(), batch, loss_of)
+        same, alone = is_same_loss(model, states.item(), expected), leaves_states_alone(model.train(), batch, loss_of)
     require(same, refusal)
     require(alone, f"{setting}: a {name} has dropout outside of its layers, which each rank would apply; set it to 0")
 
 
-def leaves_states_alone(bare: torch.nn.Module, batch: MicroBatch, loss_of: Callable) -> bool:
+def leaves_states_alone(model: torch.nn.Module, batch: MicroBatch, loss_of: Callable) -> bool:
     """Whether forward() does nothing with states before and after the layers, such as the dropout of embeddings."""
-    nothing = ModelChunk(bare, range(1, 1), loss_of)
+    nothing = ModelChunk(model, range(1, 1), loss_of)
     nothing.micro_batches = [batch]
-    states = torch.rand(*batch.input_ids.shape, bare.config.get_text_config().hidden_size, dtype=bare.dtype)
+    states = torch.rand(*batch.input_ids.shape, model.config.get_text_config().hidden_size, dtype=model.dtype)
     return torch.equal(nothing(states, torch.tensor([0])), states)
 
 
-def keep_only(bare: torch.nn.Module, chunks: list[ModelChunk]) -> None:
+def keep_only(model: torch.nn.Module, chunks: list[ModelChunk]) -> None:
     """Let go of the weights that these chunks do not use. On the meta device, they keep their names and shapes."""
-    decoder = bare.get_decoder()
+    decoder = model.get_decoder()
     kept = {number for chunk in chunks for number in chunk.numbers}
     others = [layer for number, layer in enumerate(decoder.layers) if number not in kept]
     has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
-    is_tied = bool(bare.all_tied_weights_keys)
+    is_tied = bool(model.all_tied_weights_keys)
     if not has_first and not (has_last and is_tied):
-        others.append(bare.get_input_embeddings())
+        others.append(model.get_input_embeddings())
     if not has_last:
-        others.append(decoder.get_submodule(last_norm(bare)))
+        others.append(decoder.get_submodule(last_norm(model)))
     if not has_last and not (has_first and is_tied):
-        others.append(bare.get_output_embeddings())
+        others.append(model.get_output_embeddings())
     for module in others:
         module.to("meta").requires_grad_(False)

@@ -14,7 +14,7 @@ from samerun.model.checks import probe_row
 from samerun.model.loss import joins_documents
 
 
-def small_model(model: PreTrainedModel, stages: int, device: torch.device) -> PreTrainedModel:
+def small_model(model: PreTrainedModel, chunks: int, device: torch.device) -> PreTrainedModel:
     """A model of the same kind and width with few layers, in float32 and the same on all ranks.
 
     What differs from one rank to another, such as the plans of transformers and the sums over ranks, is a matter of the
@@ -22,7 +22,7 @@ def small_model(model: PreTrainedModel, stages: int, device: torch.device) -> Pr
     this cannot see: what only further layers of a kind do, and a weight of the real model that is not finite.
     """
     found = copy.deepcopy(model.config)
-    text, count = found.get_text_config(), layers_to_try(model, stages)
+    text, count = found.get_text_config(), layers_to_try(model, chunks)
     text.num_hidden_layers = count
     for name in "layer_types", "mlp_layer_types":
         if getattr(text, name, None):
@@ -39,14 +39,14 @@ def small_model(model: PreTrainedModel, stages: int, device: torch.device) -> Pr
     return small.to(device).eval()
 
 
-def layers_to_try(model: PreTrainedModel, stages: int) -> int:
-    """So many of the first layers that there is one of each kind, and one for each stage of a pipeline."""
+def layers_to_try(model: PreTrainedModel, chunks: int) -> int:
+    """So many of the first layers that there is one of each kind, and one for each chunk of a pipeline."""
     layers, types = model.get_decoder().layers, getattr(model.config.get_text_config(), "layer_types", None)
     first = {}
     for number, layer in enumerate(layers):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
         first.setdefault((types and types[number], shapes), number)
-    return min(len(layers), max(2, stages, 1 + max(first.values())))
+    return min(len(layers), max(2, chunks, 1 + max(first.values())))
 
 
 def try_out_whole(model: PreTrainedModel, loss_of: Callable) -> dict[str, float]:

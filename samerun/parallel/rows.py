@@ -17,13 +17,13 @@ from samerun.model.attention import DOCUMENTS, piece_of
 from samerun.parallel.layout import Layout
 
 
-def check_shared_rows(bare: torch.nn.Module, config: Config, layout: Layout) -> None:
+def check_shared_rows(model: torch.nn.Module, config: Config, layout: Layout) -> None:
     """Raises UserError for a model whose rows the ranks cannot share.
 
     A model whose documents are kept apart by document_attention() looks at other tokens nowhere else.
     """
-    found, setting = bare.config.get_text_config(), layout.setting("cp" if layout.cp > 1 else "sp")
-    name, joins = found.model_type, bare.config._attn_implementation == DOCUMENTS
+    found, setting = model.config.get_text_config(), layout.setting("cp" if layout.cp > 1 else "sp")
+    name, joins = found.model_type, model.config._attn_implementation == DOCUMENTS
     advice = "needs model.attention sdpa, and a model that works without padding"
     require(joins, f"{setting} {advice}; not {name}")
     heads, ranks = found.num_attention_heads, layout.sp * layout.tp

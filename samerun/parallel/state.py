@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 
-def train_instead(
+def retarget(
     optimizers: list[torch.optim.Optimizer], names: dict[torch.nn.Parameter, str], model: torch.nn.Module
 ) -> None:
     """Let the optimizers train the parameters that the model has now under the names of those that they were made for.
@@ -28,12 +28,12 @@ def train_instead(
         optimizer.param_groups = groups
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose parts are on several ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -50,22 +50,22 @@ def names_of_shared(model: torch.nn.Module) -> set[str]:
     return {re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in every.keys() - first.keys()}
 
 
-def trained_state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """The weights that are trained, by the names of the bare model, and the state of the optimizers.
+def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """The weights that are trained, by their names in the unwrapped model, and the state of the optimizers.
 
     Rates, betas and the like are not in it, because they are in the config. For an optimizer that has no state yet,
     torch makes it, by a step with a learning rate of 0. torch counts that as an update, so the count is set back to 0.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-    weights, optimizer_state = get_state_dict(model, optimizers, options=options)
+    weights, optimizer_state = get_state_dict(wrapped, optimizers, options=options)
     for optimizer in new:
         for of_weight in optimizer.state.values():
             if "step" in of_weight:
                 of_weight["step"].zero_()
     # Saved once, by the name of what they are tied to.
-    bare = getattr(model, "module", model)
-    tied = {*bare.all_tied_weights_keys, *names_of_shared(bare)}
+    model = getattr(wrapped, "module", wrapped)
+    tied = {*model.all_tied_weights_keys, *names_of_shared(model)}
     state = {}
     for name, value in optimizer_state.items():
         if name.startswith("state."):

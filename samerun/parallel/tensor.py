@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from samerun.errors import explained, require
+from samerun.errors import as_user_error, require
 
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh, setting: str, done: list[str]) -> list[str]:
@@ -30,7 +30,7 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh, setting: str, done
     untie(model)
     own = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     plan = {name: style for name, style in plan.items() if holds_any(name, own) and not is_in(name, done)}
-    with explained(f"{setting}: must divide the attention heads and the key heads of this {kind}"):
+    with as_user_error(f"{setting}: must divide the attention heads and the key heads of this {kind}"):
         apply_tensor_parallelism(model, mesh, plan)
     model.tie_weights()
     check_parts(model, own, setting, done)

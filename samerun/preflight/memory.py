@@ -132,7 +132,7 @@ def grouped_mm_without_storage(left: torch.Tensor, right: torch.Tensor, *more, *
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassMemory:
     """Bytes that one forward and backward pass holds, beyond weights and older gradients."""
 
     saved: float  # What waits for the backward pass after the last layer.
@@ -142,10 +142,10 @@ class Pass:
     def peak(self) -> float:
         return max(self.layers, self.head)
 
-    def extended(self, other: "Pass", times: float) -> "Pass":
+    def extended(self, other: "PassMemory", times: float) -> "PassMemory":
         """This pass and so many times what another one holds beyond it."""
         values = zip(asdict(self).values(), asdict(other).values())
-        return Pass(*(mine + (more - mine) * times for mine, more in values))
+        return PassMemory(*(mine + (more - mine) * times for mine, more in values))
 
 
 def model_without_storage(config: Model, found: transformers.PreTrainedConfig, layers: int) -> torch.nn.Module:
@@ -178,14 +178,14 @@ class SendingNothing:
 
 
 def trace_pass(
-    config: Config, bare: torch.nn.Module, rows: int, launch: PlannedLaunch, growth: float, rank: int
-) -> Pass:
+    config: Config, model: torch.nn.Module, rows: int, launch: PlannedLaunch, growth: float, rank: int
+) -> PassMemory:
     """Trace a pass of this many rows, or of what the rank has of them if ranks share rows.
 
     Of each new gradient, the share `growth` stays in memory. It is 0 if there was memory for it before.
     """
     in_bf16 = launch.precision == "bf16"
-    joined = joins_documents(bare)
+    joined = joins_documents(model)
     batch = collate([longest_row(config.data, joined)] * rows, torch.device("cpu"), joined)
     if launch.layout.row_ranks > 1:
         batch = part_of_row(batch, launch.layout, rank, SendingNothing(launch.layout.row_ranks))
@@ -193,11 +193,11 @@ def trace_pass(
         batch = replace(batch, documents=replace(batch.documents, plans_flash=True))
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     if launch.is_sharded and in_bf16:  # FSDP2 gathers in bf16. Autocast keeps copies instead.
-        for parameter in bare.parameters():
+        for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     with fake:
-        bare.to_empty(device="cpu")
-        live = LiveMemory([*bare.parameters(), *bare.buffers()])
+        model.to_empty(device="cpu")
+        live = LiveMemory([*model.parameters(), *model.buffers()])
         peaks = {"layers": 0, "head": 0}
         saved = []
 
@@ -213,22 +213,24 @@ def trace_pass(
             parameter.grad = None
             live.add(parameter.numel() * 4 * growth)
 
-        bare.get_decoder().register_forward_hook(enter_head)
-        for parameter in bare.parameters():
+        model.get_decoder().register_forward_hook(enter_head)
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(keep_share)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-                loss, _ = launch.loss_of(bare, batch)
+                loss, _ = launch.loss_of(model, batch)
             loss.backward()
         leave("layers")
-    return Pass(saved[0], peaks["layers"], peaks["head"])
+    return PassMemory(saved[0], peaks["layers"], peaks["head"])
 
 
-TRACED: dict[tuple, Pass] = {}  # What traced() has found before.
+TRACED: dict[tuple, PassMemory] = {}  # What traced() has found before.
 
 
-def traced(config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch, rank: int) -> Pass:
+def traced(
+    config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch, rank: int
+) -> PassMemory:
     """A pass through so many layers. Those beyond the fourth are taken to hold as much as the third and fourth do."""
     plan, few, many = launch.plan, min(layers, 2), min(layers, 4)
     growth = 0.0 if launch.has_old_gradients else 1 / launch.layout.shards
@@ -246,8 +248,8 @@ def traced(config: Config, found: transformers.PreTrainedConfig, layers: int, la
     if key not in TRACED:
         passes = {}
         for number in {few, many}:
-            bare = model_without_storage(config.model, found, number)
-            passes[number] = trace_pass(config, bare, rows, launch, growth, rank)
+            model = model_without_storage(config.model, found, number)
+            passes[number] = trace_pass(config, model, rows, launch, growth, rank)
         times = (layers - few) / (many - few) if many > few else 0
         TRACED[key] = passes[few].extended(passes[many], times)
     return TRACED[key]
@@ -291,32 +293,32 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     """Bytes by what they are for. Their sum is the most that a device holds at a time."""
     config, layout = launch.config, launch.layout
     recomputes = config.model.gradient_checkpointing or (launch.plugin and launch.plugin.activation_checkpointing)
-    model = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
-    config = config.model_copy(update={"model": model})
+    settings = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
+    config = config.model_copy(update={"model": settings})
 
-    check_divisible(model_without_storage(model, found, layers=1), config, layout)
+    check_divisible(model_without_storage(settings, found, layers=1), config, layout)
     if layout.tp > 1:
         found = heads_divided(found, layout.tp)
     layers = math.ceil(found.get_text_config().num_hidden_layers / layout.pp)
-    bare = model_without_storage(model, found, layers)
-    parameters, end = list(bare.parameters()), bare.get_input_embeddings().weight.numel()
+    model = model_without_storage(settings, found, layers)
+    parameters, end = list(model.parameters()), model.get_input_embeddings().weight.numel()
     # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
-    ends = end if bare.all_tied_weights_keys else 2 * end
+    ends = end if model.all_tied_weights_keys else 2 * end
     absent = ends - (end if layout.pp > 1 else ends) / layout.tp
     trained = sum(one.numel() for one in parameters if one.requires_grad) - absent
     weights = sum(one.nbytes for one in parameters) - 4 * absent
-    hidden = hidden_matrices(bare) if config.optim.name == "muon" else []
+    hidden = hidden_matrices(model) if config.optim.name == "muon" else []
     moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
 
     memory = {"weights": weights / layout.shards, "optimizer": 4 * moments / layout.shards}
     memory["gradients"] = 4 * trained / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
-        bare = model_without_storage(model, experts_divided(found, layout.ep), layers)
+        model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)
     if launch.is_sharded:
-        memory["weights"] += gathered_weights(bare, launch, absent)
+        memory["weights"] += gathered_weights(model, launch, absent)
     if launch.defers:
-        memory["gradients"] = 4 * (sum(one.numel() for one in bare.parameters() if one.requires_grad) - absent)
+        memory["gradients"] = 4 * (sum(one.numel() for one in model.parameters() if one.requires_grad) - absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
     activations, most = memory_of_passes(config, found, layers, launch)
     memory["activations"] = max(0, activations - known)
@@ -332,7 +334,7 @@ def memory_of_passes(
     plan, layout = launch.plan, launch.layout
     # Of the ranks that share a row, the first one keeps longer keys and values, and the last one has larger masks.
     ranks = {0, layout.row_ranks - 1}
-    held = max((traced(config, found, layers, launch, rank) for rank in ranks), key=Pass.peak)
+    held = max((traced(config, found, layers, launch, rank) for rank in ranks), key=PassMemory.peak)
     saved, most = held.layers, held.peak()
     if layout.pp > 1:
         tokens = plan.micro_batch_size * config.data.sequence_length * plan.grad_accum_steps
@@ -343,17 +345,17 @@ def memory_of_passes(
     return saved, most
 
 
-def gathered_weights(bare: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
+def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
     """FSDP2 computes with one layer, gathers the next one, and reduces the gradients of the last one in float32.
 
     This rank has none of the `absent` weights.
     """
     size = 2 if launch.precision == "bf16" else 4
-    layers = [module for module in bare.modules() if type(module).__name__ in (bare._no_split_modules or [])]
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
     sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
     largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
-    others = sum(one.numel() for one in bare.parameters()) - absent - sum(sizes)
+    others = sum(one.numel() for one in model.parameters()) - absent - sum(sizes)
     keeps_all = launch.config.batch.accumulation == "kept_weights" or not launch.plugin.reshard_after_forward
     gathered = others + (sum(sizes) if keeps_all else 2 * largest)
     return size * gathered + (size + 4) * largest

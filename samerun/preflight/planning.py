@@ -11,17 +11,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from samerun.config import Config, evaluation_title
 from samerun.data.load import data_lock, load_data, take_at_once
-from samerun.errors import UserError, explained, require, say
+from samerun.errors import UserError, as_user_error, require, say
 from samerun.model.build import download_weights, model_config
 from samerun.model.tokenizer import load_tokenizer
 from samerun.plan import Stage, check_length, plan_table, say_if_idle
 from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
-from samerun.run.launch import Stop, go_offline_without_network, silence_libraries
+from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
 
 
 def prepare(config: Config) -> None:
     """What --prepare does: all of a launch that needs the network or much time, without a device or weights."""
-    Stop().interrupt()
+    StopSignal().interrupt()
     silence_libraries()
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)
@@ -89,7 +89,7 @@ def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
         lines, advice = [], []
         for launch in launches:
             check_is_known(launch)
-            with explained("it is not known for this model"):
+            with as_user_error("it is not known for this model"):
                 lines.append(memory_line(launch, memory_per_device(launch, found)))
                 advice.append(what_fits(launch, found))
     except UserError as error:

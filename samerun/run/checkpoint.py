@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
-from samerun.errors import UserError, explained, is_main_process, require, say
+from samerun.errors import UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
 from samerun.parallel.mesh import Parallelism
@@ -184,7 +184,7 @@ def verify_checkpoint(folder: Path, meeting: Meeting) -> dict:
 
 def check_files(folder: Path, files: list[tuple[str, list[int]]]) -> None:
     """Raises UserError for one that is not as it was written, by (name, [size, checksum])."""
-    with explained(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
+    with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
         for name, (size, crc) in files:
             path = folder / name
             if path.stat().st_size != size or checksum(path) != crc:
@@ -198,7 +198,7 @@ def read_manifest(folder: Path) -> dict:
     inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
     if inside:
         raise UserError(f"{folder} is no checkpoint, but has some; give one of them, such as {inside[-1]}")
-    with explained(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
+    with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
         manifest = json.loads((folder / "manifest.json").read_text())
         is_whole = isinstance(manifest["config"], dict) and "step" in manifest and manifest["files"]
         require(is_whole, "it lacks config, step or files")
@@ -251,18 +251,18 @@ def load_checkpoint(
     folder: Path, parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> None:
     """Load into the model and optimizers. The checkpoint may be of another layout of the ranks."""
-    state = parallel.state(model, optimizers)
+    state = parallel.state_to_save(model, optimizers)
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
     forget_unused(model, optimizers, saved)
     # Without the state of a weight that had no gradient before the checkpoint: there is none to load.
     state = {name: value for name, value in state.items() if name in saved or name.startswith("model.")}
-    with explained(f"{folder} is of another model"):
+    with as_user_error(f"{folder} is of another model"):
         of_others = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.is_meta}
         surplus = {name for name in saved - state.keys() - of_others if name.startswith("model.")}
         require(not surplus, f"it also has {min(surplus, default='')}")
         dcp.load(state, storage_reader=reader)  # In place.
-    parallel.put_back(state, model, optimizers)
+    parallel.load_state(state, model, optimizers)
 
 
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:

@@ -21,19 +21,19 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from samerun.config import Config
-from samerun.errors import UserError, explained, one_line, require, say
+from samerun.errors import UserError, as_user_error, one_line, require, say
 from samerun.files import delete, replace_file
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
-from samerun.run.launch import Stop, Stopped
+from samerun.run.launch import Stopped, StopSignal
 from samerun.yaml12 import to_yaml
 
 
 class RunFolder:
     """run.output_dir. All ranks write checkpoints; the main process writes the rest, and holds the folder's lock."""
 
-    # Seconds to wait for the lock. After a kill of the launcher its ranks may still save: for 20 s, see Stop, or for
-    # 30 s under torchrun.
+    # Seconds to wait for the lock. After a kill of the launcher its ranks may still save: for 20 s, see StopSignal, or
+    # for 30 s under torchrun.
     PATIENCE = 45
 
     def __init__(self, path: str, accelerator: Accelerator, meeting: Meeting):
@@ -53,7 +53,7 @@ class RunFolder:
 
     def __enter__(self) -> "RunFolder":
         if self.is_writer:
-            with explained(f"run.output_dir {self.path}: not writable, or in use by another run; choose another"):
+            with as_user_error(f"run.output_dir {self.path}: not writable, or in use by another run; choose another"):
                 try:
                     self.lock.acquire(timeout=0)
                 except Timeout:
@@ -154,7 +154,7 @@ class RunFolder:
         is_usable = metrics.is_file() or (not metrics.exists() and metrics.parent.is_dir())
         require(is_usable, f"run.output_dir: {self.path}/metrics.jsonl is neither a file nor a link to one; remove it")
         metrics.touch()
-        with explained(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
+        with as_user_error(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
             kept = [line for line in whole if is_done(json.loads(line))]
@@ -195,7 +195,7 @@ class RunFolder:
             self.accelerator.log(known, step=step)
         except OSError as error:  # A checkpoint may have another disk, or others may make room in time.
             self.failure = self.failure or error
-            Stop.requested = "a disk that fails"
+            StopSignal.requested = "a disk that fails"
 
     def check(self) -> None:
         """Raises what went wrong with a log line. All ranks have saved by now."""

@@ -26,7 +26,7 @@ from samerun.early import CORES
 from samerun.errors import (
     AgreedError,
     UserError,
-    explained,
+    as_user_error,
     is_full,
     is_lost_rank,
     is_main_process,
@@ -43,13 +43,13 @@ class Stopped(KeyboardInterrupt):
     """A signal has come while what goes on is not needed for a checkpoint."""
 
 
-class Stop:
+class StopSignal:
     """What to do when a signal comes. From join() on, it stops all ranks after the same step."""
 
     requested = ""  # The name of the signal. It is the process's, as signals are.
 
     def __init__(self):
-        Stop.requested = ""
+        StopSignal.requested = ""
         self.interrupts = self.joined = False
         self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
         self.group: dist.ProcessGroup | None = None
@@ -60,7 +60,7 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # That of a terminal that is closed, but for nohup.
             signal.signal(signal.SIGHUP, self.on_signal)
         for number in early.earlier_signals:
-            Stop.requested = signal.Signals(number).name
+            StopSignal.requested = signal.Signals(number).name
 
     def interrupt(self) -> None:
         """From now on a signal raises Stopped at once. So does one that has come before."""
@@ -86,7 +86,7 @@ class Stop:
             if self.group:  # Time to save, and then the end: if another rank is dead, this one would wait forever.
                 signal.alarm(20)
         is_first = not self.requested
-        Stop.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        StopSignal.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.interrupts or (number == signal.SIGINT and not self.joined):
             if is_first:
                 raise Stopped(self.requested)
@@ -132,7 +132,7 @@ def start_accelerator(config: Config) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     layout = layout_of(config, launched, is_sharded=os.environ.get("ACCELERATE_USE_FSDP") == "true")
     set_timeout(config.run.timeout_minutes)
-    with explained(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
+    with as_user_error(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
             cpu=cpu,
             log_with=config.run.trackers or None,
@@ -262,7 +262,13 @@ def out_of_memory_explained(step: int, plan: Plan):
         raise MemoryError(f"out of memory in step {step}: {advice}") from error
 
 
-def exit_status(stopped: bool, stop: Stop) -> int:
+def end_training(accelerator: Accelerator) -> None:
+    accelerator.end_training()
+    if accelerator.num_processes > 1:
+        time.sleep(0.1)  # gloo's threads need Python's lock to end, and torch waits for them without releasing it.
+
+
+def exit_status(stopped: bool, stop: StopSignal) -> int:
     """0, except for a rank that stopped because of another node's signal: elastic torchrun restarts it if it fails."""
     is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     return int(stopped and not stop.requested and is_elastic)
@@ -274,7 +280,7 @@ def report(error: BaseException) -> int:
         say(f"Stopped by {error}; the same command continues.")
         return 1
     lost = is_lost_rank(error)  # It says why.
-    if lost and Stop.requested:  # The launcher has asked all ranks to end, because one of them has failed.
+    if lost and StopSignal.requested:  # The launcher has asked all ranks to end, because one of them has failed.
         return 1
     if lost or not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

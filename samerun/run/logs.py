@@ -107,6 +107,15 @@ def show(
     say(line)
 
 
+def show_seconds(summary: dict[str, float | None]) -> None:
+    """Print where the time of a launch went."""
+    shown = []
+    for name, value in summary.items():
+        if name.endswith("_seconds"):
+            shown.append(f"{name.removeprefix('summary/').removesuffix('_seconds')} {value:.1f}")
+    say(f"Seconds: {', '.join(shown)}")
+
+
 def announce(setup: Setup, launch: dict[str, str], first_batch: MicroBatch) -> None:
     """What one wants to check before a long run."""
     length = setup.config.data.sequence_length

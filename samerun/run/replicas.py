@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from samerun.parallel.state import local
+from samerun.parallel.state import local_tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # By their bytes.
 
@@ -58,7 +58,7 @@ def held_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(parameter, DTensor):
             [chunk] = parameter.__create_chunk_list__()
             place = f" from {list(chunk.offsets)}"
-        parts[name + place] = local(parameter)
+        parts[name + place] = local_tensor(parameter)
     return parts
 
 

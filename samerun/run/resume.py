@@ -1,4 +1,4 @@
-"""Save in the background; continue a run, or refuse."""
+"""Save in the background; continue a run, or refuse; end one that is beyond repair."""
 
 import re
 import zlib
@@ -14,8 +14,10 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from samerun.config import ROW_ORDER, ROWS, Config, flatten, may_change
 from samerun.data.order import ORDER, shuffle
 from samerun.errors import UserError, require, say
+from samerun.optim import Guard
 from samerun.run.checkpoint import (
     Progress,
+    list_checkpoints,
     load_checkpoint,
     note_in_checkpoint,
     progress_in,
@@ -62,7 +64,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     if found is None:
         if run.init_from:
             verify_checkpoint(Path(run.init_from), setup.folder.meeting)
-            load_checkpoint(Path(run.init_from), setup.parallel, setup.model, [])
+            load_checkpoint(Path(run.init_from), setup.parallel, setup.wrapped, [])
         return Progress()
 
     checkpoint, manifest = found
@@ -82,7 +84,7 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
-        load_checkpoint(checkpoint, setup.parallel, setup.model, setup.optimizers)
+        load_checkpoint(checkpoint, setup.parallel, setup.wrapped, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 
@@ -170,8 +172,8 @@ class Saver:
             self.pending.append(self.pool.submit(note_in_checkpoint, self.folder, keep, asdict(progress)))
             return
         self.wait()
-        check_copies(self.setup.model, self.group)
-        state = self.stager.stage(self.setup.parallel.state(self.setup.model, self.setup.optimizers))
+        check_copies(self.setup.wrapped, self.group)
+        state = self.stager.stage(self.setup.parallel.state_to_save(self.setup.wrapped, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
         self.pending.append(self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group))
         self.saved_step = progress.step
@@ -180,3 +182,19 @@ class Saver:
         """Raises what went wrong with the last save."""
         while self.pending:
             self.pending.pop(0).result()
+
+
+def count_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) -> None:
+    """Note the skipped updates. Raises ArithmeticError for too many in a row. Waits for the device."""
+    progress.skipped_steps, progress.skipped_in_a_row = guard.read()
+    if progress.skipped_in_a_row <= guard.max_skipped_steps:
+        return
+    first = progress.step - progress.skipped_in_a_row + 1
+    saver.wait()
+    stage = setup.stage_at(first)
+    rows = setup.train_data.rows_at(stage.row_of(first), stage.plan.global_batch_size).tolist()
+    good = (list_checkpoints(setup.folder.checkpoints) or ["none"])[-1]
+    raise ArithmeticError(
+        f"the loss or gradient norm of step {first} is not finite; that update was not made. "
+        f"Rows: {rows}. Last good checkpoint: {good}"
+    )

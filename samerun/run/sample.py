@@ -6,10 +6,10 @@ import transformers
 from samerun.config import Config
 from samerun.data.chat import accepted_turns, render
 from samerun.data.encode import Encoder
-from samerun.errors import explained, require, say
+from samerun.errors import as_user_error, require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
-from samerun.run.launch import Stop
+from samerun.run.launch import StopSignal
 from samerun.run.setup import Setup
 
 
@@ -27,11 +27,11 @@ def encode_prompt(text: str, config: Config, tokenizer: transformers.PreTrainedT
     return torch.tensor([ids])
 
 
-def check_prompts(bare: torch.nn.Module, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises UserError for a prompt that the model cannot continue, which would end the run at the first evaluation."""
-    vocab_size, more = vocabulary_size(bare), config.eval.max_new_tokens
+    vocab_size, more = vocabulary_size(model), config.eval.max_new_tokens
     for text in config.eval.prompts:
-        with explained(f"eval.prompts: the chat template refuses {text!r}"):
+        with as_user_error(f"eval.prompts: the chat template refuses {text!r}"):
             ids = encode_prompt(text, config, tokenizer)
         require(ids.numel(), f"eval.prompts: {text!r} has no tokens")
         highest, length = ids.max(), ids.numel()
@@ -39,28 +39,28 @@ def check_prompts(bare: torch.nn.Module, config: Config, tokenizer: transformers
         require(highest < vocab_size, f"eval.prompts: {text!r} has the token id {highest}, {advice}")
         too_long = f"the {length} tokens of {text!r} and {more} more are beyond the positions of the model"
         last = length + more - 2  # The last token is not read again.
-        fits = has_position(bare, last) or not has_position(bare, 0)  # Some attention cannot be tried without a GPU.
+        fits = has_position(model, last) or not has_position(model, 0)  # Some attention cannot be tried without a GPU.
         require(fits, f"eval.prompts: {too_long}; lower eval.max_new_tokens, or shorten the prompt")
 
 
 @torch.no_grad()
-def has_position(bare: torch.nn.Module, position: int) -> bool:
+def has_position(model: torch.nn.Module, position: int) -> bool:
     """Whether the model can read a token there. Positions that are learned end; the others go on."""
     token, positions = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[position]])
     try:
-        bare(input_ids=token, position_ids=positions, use_cache=False)
+        model(input_ids=token, position_ids=positions, use_cache=False)
     except Exception:
         return False
     return True
 
 
-def sample(setup: Setup, stop: Stop) -> dict[str, str]:
+def sample(setup: Setup, stop: StopSignal) -> dict[str, str]:
     """Continuations of the prompts. All ranks make the same ones, because sharded weights need all ranks.
 
     Raises Stopped at a signal, before the next prompt.
     """
     config, tokenizer, accelerator = setup.config.eval, setup.tokenizer, setup.accelerator
-    setup.model.eval()
+    setup.wrapped.eval()
     torch.manual_seed(setup.config.run.seed)
     samples = {}
     for number, text in enumerate(config.prompts):
@@ -70,9 +70,9 @@ def sample(setup: Setup, stop: Stop) -> dict[str, str]:
         with (
             accelerator.autocast(),
             torch.compiler.set_stance("force_eager"),
-            attention(setup.bare, setup.config.model.attention),
+            attention(setup.model, setup.config.model.attention),
         ):
-            ids = setup.bare.generate(
+            ids = setup.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 use_cache=True,
@@ -86,5 +86,5 @@ def sample(setup: Setup, stop: Stop) -> dict[str, str]:
         text = tokenizer.decode(ids[0], skip_special_tokens=not is_chat)
         samples[f"eval/sample_{number}"] = text
         say(f"--- sample {number}\n{text}\n---")
-    setup.model.train()
+    setup.wrapped.train()
     return samples

@@ -13,7 +13,7 @@ from accelerate.utils import memory
 from samerun.config import Config, eval_setting
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
 from samerun.data.rows import Dataset, check_token_ids, longest_row
-from samerun.errors import explained, require
+from samerun.errors import as_user_error, require
 from samerun.model.loss import joins_documents
 from samerun.model.token_bytes import TokenBytes
 from samerun.parallel.mesh import Parallelism
@@ -36,8 +36,8 @@ class Setup:
     eval_data: dict[str, Dataset]  # By the names of the evaluations; the only one has the name "".
     collate: Callable[[list[np.ndarray], torch.device, bool], MicroBatch]  # As collate().
     token_bytes: TokenBytes | None
-    bare: torch.nn.Module  # The model itself.
-    model: torch.nn.Module  # As DDP wraps it, or divided among the ranks; then it is the same object.
+    model: torch.nn.Module
+    wrapped: torch.nn.Module  # As DDP wraps it. If the ranks divide the model, the same object.
     optimizers: list[torch.optim.Optimizer]
     parameters: list[torch.nn.Parameter]  # All of `model`, also frozen ones; to collect them in every step takes long.
     stages: list[Stage]
@@ -86,7 +86,7 @@ class Setup:
 
     def load_step(self, step: int) -> StepBatch:
         rank, device = self.parallel.layout.data_parallel_rank, self.accelerator.device
-        stage, joined = self.stage_at(step), joins_documents(self.bare)
+        stage, joined = self.stage_at(step), joins_documents(self.model)
         return load_step(step, self.train_data, stage, rank, joined, device, self.collate)
 
 
@@ -113,30 +113,32 @@ def check_vocabulary(setup: Setup) -> None:
         check_token_ids(data, setup.vocabulary, f"the evaluation data {name}".strip())
 
 
-def largest_micro_batch(parallel: Parallelism, bare: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def largest_micro_batch(parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """The most rows for which all ranks have memory. Each try is a tenth smaller than the one before.
 
     Unless each rank has the whole model and rows of its own, all devices must be equal: if a single rank fails, the
     others wait for it forever.
     """
     config, accelerator = parallel.config, parallel.accelerator
-    joined = joins_documents(bare)
+    joined = joins_documents(model)
     row = longest_row(config.data, joined)
     most = math.ceil(max(rows for _, rows in config.batch_stages()) / parallel.layout.data_parallel_size)
-    trained_state(bare, optimizers)  # Creates the optimizers' state, which takes memory, too.
+    trained_state(model, optimizers)  # Creates the optimizers' state, which takes memory, too.
 
     @memory.find_executable_batch_size(starting_batch_size=most)
     def find(size: int) -> int:
         batch = collate([row] * size, accelerator.device, joined)
         for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
-            with accelerator.no_sync(bare), accelerator.autocast():
-                loss, _ = parallel.loss_of(bare, *parallel.part_of([batch]))
+            with accelerator.no_sync(model), accelerator.autocast():
+                loss, _ = parallel.loss_of(model, *parallel.part_of([batch]))
             accelerator.backward(loss * 0)
         return size
 
-    with explained("batch.max_micro_batch_size: no pass fits, even of one row; lower data.sequence_length or shard"):
+    with as_user_error(
+        "batch.max_micro_batch_size: no pass fits, even of one row; lower data.sequence_length or shard"
+    ):
         found = find()
-    bare.zero_grad()
+    model.zero_grad()
     for optimizer in optimizers:
         optimizer.state.clear()
     return int(accelerator.gather(torch.tensor([found], device=accelerator.device)).min())

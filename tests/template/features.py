@@ -73,9 +73,9 @@ def sources(house: House) -> None:
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
     house.drop_field("StepBatch.source_targets")
-    house.drop_statements("save", "of_sources")
-    house.drop_parameter("save", "of_sources")
-    house.drop_statements("training_loop", "of_sources")
+    house.drop_statements("save", "source_metrics")
+    house.drop_parameter("save", "source_metrics")
+    house.drop_statements("training_loop", "source_metrics")
     house.drop_definition("SourceMetrics")
     house.drop_field("Progress.source_sums")
     house.drop_field("Progress.source_targets")
@@ -259,7 +259,7 @@ def shared_rows(house: House) -> None:
     drop_dimension(house, "sp")
     house.drop_field("Documents.row_ranks", None)
     traced = "traced(config, found, layers, launch, rank)"
-    house.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=Pass.peak)", traced)
+    house.replace("memory_of_passes", f"max(({traced} for rank in ranks), key=PassMemory.peak)", traced)
     house.drop_parameter("trace_pass", "rank", 0)
     house.drop_parameter("traced", "rank", 0)
 
@@ -295,9 +295,9 @@ def pipeline_parallel(house: House) -> None:
 
 def deepspeed(house: House) -> None:
     house.replace("choose_parallelism", "kind == 'DEEPSPEED'", "False")
-    house.drop_statements("load_checkpoint", "put_back")
+    house.drop_statements("load_checkpoint", "load_state")
     house.never_used |= {"update: optimizer.found_inf"}  # By this script. torch uses it.
-    house.drop_definition("Parallelism.put_back")
+    house.drop_definition("Parallelism.load_state")
 
 
 def memory_plan(house: House) -> None:

@@ -38,22 +38,23 @@ CLASSIFIER: Edits = {
             "build_classifier(config.model, seed)",
         ),
         (
-            "flops_per_token(bare.config, config.model.lora, round(train_data.attention_length()))",
-            "flops_per_patch(bare.config, config.data.sequence_length)",
+            "flops_per_token(model.config, config.model.lora, round(train_data.attention_length()))",
+            "flops_per_patch(model.config, config.data.sequence_length)",
         ),
         (
             "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n",
             "",
         ),
         (
-            "    check_model(bare, config, folder.meeting, loss_of)\n    use_special_tokens(bare, tokenizer, config)\n",
+            "    check_model(model, config, folder.meeting, loss_of)\n"
+            "    use_special_tokens(model, tokenizer, config)\n",
             "",
         ),
-        ("accelerator.is_main_process and draws_random_numbers(bare)", "False"),  # They are tried on text.
-        ("    check_prompts(bare, config, tokenizer)\n", ""),
-        ('    if config.data.format == "chat":\n        stop_after_turns(bare, tokenizer)\n', ""),
-        ("    vocabulary = vocabulary_size(bare)  # Read before the ranks divide the weights.\n", ""),
-        ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, bare, optimizers)\n', ""),
+        ("accelerator.is_main_process and draws_random_numbers(model)", "False"),  # They are tried on text.
+        ("    check_prompts(model, config, tokenizer)\n", ""),
+        ('    if config.data.format == "chat":\n        stop_after_turns(model, tokenizer)\n', ""),
+        ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
+        ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (
             "    token_bytes = None\n    if tokenizer and eval_data:\n"
             "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
@@ -63,7 +64,7 @@ CLASSIFIER: Edits = {
         ("collate=collate,", "collate=collate_images,"),
         ("token_bytes=token_bytes,", "token_bytes=None,"),
         ("vocabulary=vocabulary,", "vocabulary=0,"),
-        ("    check_vocabulary(setup)\n    check_rope(bare, stages, config.data.sequence_length)\n", ""),
+        ("    check_vocabulary(setup)\n    check_rope(model, stages, config.data.sequence_length)\n", ""),
         ('    meter.enter("sampling")\n    metrics |= sample(setup, stop)\n', ""),
         ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
         ("    announce(setup, launch, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
