@@ -9,7 +9,6 @@ done.output, done.metrics, done.losses, done.weights, done.status
 
 import contextlib
 import functools
-import gc
 import io
 import json
 import os
@@ -35,7 +34,6 @@ from samerun.model import build
 from samerun.model.loss import compute_loss
 
 ROOT = Path(__file__).resolve().parents[1]
-gc.freeze()  # main() collects garbage when it ends, and would look through all libraries each time.
 # Tests run beside each other, and the threads of one would wait for those of the others: main() leaves it at one here.
 torch.set_num_threads(1)
 torch.set_num_threads = lambda count: None

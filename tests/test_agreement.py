@@ -120,6 +120,7 @@ def test_other_rows_under_the_same_path(config, tmp_path, lengths):
     assert_refused(tmp_path, nodes, "  data: fingerprint of the rows: ")
 
 
+@pytest.mark.slow
 def test_other_rows_to_evaluate_on(config, tmp_path):
     for rank in range(2):
         (tmp_path / f"node-{rank}").mkdir()
@@ -128,6 +129,7 @@ def test_other_rows_to_evaluate_on(config, tmp_path):
     assert_refused(tmp_path, nodes, "  Evaluation: fingerprint of the rows: ")
 
 
+@pytest.mark.slow
 def test_other_weights_under_the_same_path(config, tmp_path):
     for rank in range(2):
         (tmp_path / f"node-{rank}").mkdir()
@@ -156,7 +158,12 @@ SEES_SAMERUN = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom samerun imp
 @pytest.mark.parametrize(
     "name, values, words",
     [
-        ("ACCELERATE_MIXED_PRECISION", ("no", "bf16"), "launcher: mixed_precision: 'no' on "),
+        pytest.param(
+            "ACCELERATE_MIXED_PRECISION",
+            ("no", "bf16"),
+            "launcher: mixed_precision: 'no' on ",
+            marks=pytest.mark.slow,
+        ),
         ("PARALLELISM_CONFIG_TP_SIZE", ("1", "2"), "launcher: parallelism_config_tp_size: '1' on "),
     ],
 )

@@ -484,7 +484,7 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
 
 
 WITH_TOKENS = [
-    ("Llama", "alone"),
+    pytest.param("Llama", "alone", marks=pytest.mark.slow),
     pytest.param("GPT-2", "alone", marks=pytest.mark.slow),
     ("GPT-2", "DDP"),
     pytest.param("Llama", "FSDP2", marks=pytest.mark.slow),

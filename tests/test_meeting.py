@@ -32,7 +32,8 @@ def assert_same(folder, whole, outputs) -> None:
     assert difference(Done(0, "", folder / "run").weights, whole.weights) < 1e-5, outputs
 
 
-@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
 def test_a_cold_node_prepares_data(whole, tmp_path, slow):
     """For longer than the timeout of collectives."""
     script = fork(
@@ -152,16 +153,13 @@ def test_a_silent_rank(monkeypatch):
         meeting.gather("here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left_over, awaited",
     [
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "rank 0 at 127.0.0.1:PORT .*; this is rank 1 of 2: .*refused"),
-        pytest.param(
-            {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "no-host.invalid"},
-            "rank 0 at no-host.invalid:PORT .*",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "1 of 2 processes: rank 1", marks=pytest.mark.slow),
+        ({"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "no-host.invalid"}, "rank 0 at no-host.invalid:PORT .*"),
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "1 of 2 processes: rank 1"),
     ],
 )
 def test_what_is_left_over_of_a_launch(whole, tmp_path, left_over, awaited):

@@ -456,6 +456,7 @@ def test_memory_of_fsdp2(monkeypatch):
     assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
 
 
+@pytest.mark.slow
 def test_memory_of_experts(monkeypatch):
     """All weights are sharded, and a rank computes with a quarter of the 8 experts. Two see each token."""
     experts, router = 3 * WIDTH * 192, 8 * WIDTH
@@ -608,7 +609,7 @@ BOTH = 4 * 2 * 16  # A head's key and value of a token, in bytes.
 @pytest.mark.parametrize(
     "recomputes, packing",
     [
-        (True, "concat"),
+        pytest.param(True, "concat", marks=pytest.mark.slow),
         pytest.param(False, "concat", marks=pytest.mark.slow),
         pytest.param(True, "none", marks=pytest.mark.slow),
         pytest.param(False, "none", marks=pytest.mark.slow),
@@ -626,7 +627,7 @@ def test_memory_of_context_parallelism(monkeypatch, recomputes, packing):
     assert found == (1 if recomputes else LAYERS) * (others + copies) + mask
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 4096])
+@pytest.mark.parametrize("tokens", [pytest.param(TOKENS, marks=pytest.mark.slow), 4096])
 def test_memory_of_the_rank_that_takes_most(monkeypatch, tokens):
     """Of a single row in 4 pieces, the first rank has the first and the last one. The first one needs no mask, and so
     the keys and values that all have sent stay. The last one sees all tokens. Rank 1 has the pieces between, which
