@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Progress:
     # For SourceMetrics.
     source_sums: dict[str, float] | None = None
     source_targets: dict[str, NonNegativeInt] | None = None
+    own: dict[str, Any] = field(default_factory=dict)  # What a fork wants to keep. JSON must be able to hold it.
 
     def add(self, counts: dict[str, int]) -> None:
         """Count one more step, with its rows and tokens."""

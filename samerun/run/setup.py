@@ -90,12 +90,27 @@ class Setup:
         return load_step(step, self.train_data, stage, rank, joined, device, self.collate)
 
 
+def check_setup(setup: Setup) -> None:
+    check_sizes(setup)
+    check_evaluations(setup)
+    check_optimizers(setup)
+
+
 def check_sizes(setup: Setup) -> None:
     """Raises UserError if there are too few rows, steps or targets for this run."""
     rows = len(setup.train_data)
     batch = max(stage.plan.global_batch_size for stage in setup.stages)
     require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
     check_length(setup.config, setup.stages, setup.max_steps)
+
+
+def check_optimizers(setup: Setup) -> None:
+    """Raises UserError if two optimizers have one weight: a checkpoint would hold the state of one of them."""
+    trained = [
+        weight for optimizer in setup.optimizers for group in optimizer.param_groups for weight in group["params"]
+    ]
+    twice = len(trained) - len(set(trained))
+    require(not twice, f"build_optimizer: {twice} weights are in two optimizers; give each weight to one of them")
 
 
 def check_evaluations(setup: Setup) -> None:

@@ -26,7 +26,7 @@ CLASSIFIER: Edits = {
             "partial(classification_loss, token_loss=token_loss)",
         ),
         ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
-        ("load_data(config.data, tokenizer, seed)", "load_images(config.data, seed)"),
+        ("load_data(config.data, tokenizer, config.run.seed)", "load_images(config.data, config.run.seed)"),
         ("    vocab_size = len(tokenizer) if tokenizer else None\n", ""),
         (
             '    needed = vocab_size if config.data.format != "tokens" else 0'
@@ -34,8 +34,8 @@ CLASSIFIER: Edits = {
             "",
         ),
         (
-            "build_model(config.model, model_config(config, vocab_size), needed, seed, new_tokens)",
-            "build_classifier(config.model, seed)",
+            "build_model(config.model, model_config(config, vocab_size), needed, config.run.seed, new_tokens)",
+            "build_classifier(config.model, config.run.seed)",
         ),
         (
             "flops_per_token(model.config, config.model.lora, round(train_data.attention_length()))",
@@ -56,8 +56,9 @@ CLASSIFIER: Edits = {
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (
-            "    token_bytes = None\n    if tokenizer and eval_data:\n"
-            "        token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)\n",
+            "    has_bytes = tokenizer and eval_data\n"
+            "    token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)"
+            " if has_bytes else None\n",
             "",
         ),
         ("tokenizer=tokenizer,", "tokenizer=None,"),

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT, difference, launch, run, tiny_config
 from reference import adamw, shuffled, summed_loss, train_reference
+from safetensors.torch import load_file
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
@@ -31,7 +32,7 @@ def token_loss(logits, targets):
 
 def fork(folder, function: str):
     """A script that is train.py but for one function."""
-    [name] = re.findall(r"^def (\w+)", function, re.M)
+    [name] = re.findall(r"^def (\w+)", function, re.M)  # Methods of a class are indented.
     script = folder / "fork.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch\nimport train\n{function}\n"
@@ -150,6 +151,92 @@ def test_another_optimizer(task, tmp_path, monkeypatch, function):
     again = run(resumed, config, "--run.resume", done.folder / "checkpoints" / "step-00000003")
     assert again.launches == [3] and difference(again.weights, did.weights) < 1e-5
     assert difference(train_reference(config, rows_of, optimizers=adamw).weights, did.weights) > 1e-3
+
+
+def test_two_optimizers_of_one_weight(task, tmp_path, monkeypatch):
+    """The state of one of them would be lost in a checkpoint."""
+    config, *_ = task
+    build = train.build_optimizer
+    monkeypatch.setattr(train, "build_optimizer", lambda *given: [*build(*given), *build(*given)])
+    done = run(tmp_path, config, expect=2)
+    assert (
+        "are in two optimizers; give each weight to one of them" in done.output
+        and not done.folder.joinpath("checkpoints").exists()
+    )
+
+
+# What a run keeps beside its weights ---------------------------------------------------------------------------------
+
+AVERAGE = """
+class AveragedAdamW(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                average = self.state[weight].setdefault("average", weight.clone())
+                average.lerp_(weight, 0.1)
+
+
+def build_optimizer(model, config):
+    matrices = train.weight_matrices(model)
+    decays = [weight for weight in model.parameters() if weight in matrices]
+    others = [weight for weight in model.parameters() if weight not in matrices]
+    groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
+    how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay}
+    return [AveragedAdamW(groups, lr=config.learning_rate, fused=True, **how)]
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_average_of_the_weights(task, tmp_path, processes):
+    """The example of configs/README.md: an optimizer whose state has one more tensor per weight."""
+    config, rows_of, _ = task
+    assert AVERAGE.strip().split("\n\n\n")[0] in (ROOT / "configs" / "README.md").read_text()
+    settings = "--run.save_every", 1, "--run.keep_checkpoints", STEPS
+    script = fork(tmp_path, AVERAGE)
+    done = launch(tmp_path, config, *settings, processes=processes, script=script, warm=True)
+    # Another launch from step 3, and what it should have: the average over the weights after each of the steps.
+    resume = "--run.resume", done.folder / "checkpoints" / "step-00000003", "--run.output_dir", tmp_path / "again"
+    done = launch(tmp_path, config, *settings, *resume, processes=processes, script=script, warm=True)
+    seen = []
+    did = train_reference(config, rows_of, optimizers=lambda model, optim: [*adamw(model, optim), Noted(model, seen)])
+    average = dict(seen[0])
+    for weights in seen[1:]:
+        average = {name: 0.9 * average[name] + 0.1 * weight for name, weight in weights.items()}
+    kept = {}
+    for file in (done.folder / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors"):
+        kept |= load_file(file)
+    assert difference(done.weights, did.weights) < 1e-5
+    assert difference({name: kept[f"optimizer.state.{name}.average"] for name in average}, average) < 1e-5
+
+
+class Noted(torch.optim.SGD):
+    """Notes the weights after each step of the other optimizers."""
+
+    def __init__(self, model, seen: list[dict[str, torch.Tensor]]):
+        super().__init__(model.parameters(), lr=0.0)
+        self.model, self.seen = model, seen
+
+    def step(self, closure=None):
+        self.seen.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
+
+
+LINES = """
+def step_metrics(setup, progress, meter, grad_norm, metrics=train.step_metrics):
+    progress.own["lines"] = progress.own.get("lines", 0) + 1
+    return metrics(setup, progress, meter, grad_norm) | {"train/lines": progress.own["lines"]}
+"""
+
+
+def test_numbers_of_a_fork(task, tmp_path):
+    """What it keeps in progress.own goes on after a stop."""
+    config, *_ = task
+    script = fork(tmp_path, LINES)
+    settings = "--optim.schedule", "constant", "--optim.warmup_steps", 1
+    launch(tmp_path, config, *settings, "--run.max_steps", 3, script=script, warm=True)
+    done = launch(tmp_path, config, *settings, script=script, warm=True)
+    assert done.launches == [0, 3] and done.logged("train/lines") == [*range(1, STEPS + 1)]
 
 
 # A setting -----------------------------------------------------------------------------------------------------------
