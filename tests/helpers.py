@@ -62,6 +62,11 @@ class Done:
         return self.logged("train/loss")
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens processed so far, at the log lines of steps. Those of evaluations have the number, too."""
+        return [line["train/tokens"] for line in self.metrics if "train/loss" in line]
+
+    @property
     def launches(self) -> list[int]:
         """The step after which each launch of the run began."""
         return [line["step"] for line in self.metrics if "plan/num_processes" in line]

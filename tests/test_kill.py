@@ -645,13 +645,14 @@ def test_a_signal_while_documents_are_tokenized(slow, tmp_path, number, words):
     config = slow | {"data": {"path": str(write_rows(tmp_path / "texts", texts)), "tokenizer": "bytes"}, "eval": {}}
     config["data"] |= {"sequence_length": 24}
     config["run"] = slow["run"] | {"max_steps": 1, "eval_every": 0}
-    process = start(tmp_path, config, *words, processes=None)
+    process = start(tmp_path, config, *words, processes=None, env={"HF_DATASETS_CACHE": str(tmp_path / "cache")})
     assert process.stdout.readline() == "Tokenizing 1,000 documents.\n"
     workers, deadline = [], time.monotonic() + 90
     while len(workers) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         workers = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)
+    time.sleep(0.1)  # Python itself ignores an exception in what it does right after a fork.
     send([psutil.Process(process.pid), *workers], number)
     signalled = time.monotonic()
     line = process.stdout.readline()
