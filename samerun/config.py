@@ -107,6 +107,8 @@ class Run(Section):
     """Settings that decide what a run learns, and may all the same differ from the checkpoint that it continues."""
     max_skipped_steps: MayChange[NonNegativeInt] = 0
     """How many updates in a row may be skipped because a number is not finite."""
+    export_dtype: MayChange[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
+    """Type of the exported weights. auto: that of model.pretrained or, of a new model, the precision of the launch."""
     timeout_minutes: MayChange[PositiveFloat] = 30
     """Minutes without a word from another process after which it is lost, and the run ends. Work may take longer."""
     trackers: MayChange[Texts] = ["tensorboard"]
