@@ -40,8 +40,12 @@ def export_model(setup: Setup) -> None:
     """Write the model into the run folder. Every rank takes part. An older model stays until this one is complete."""
     folder, meeting, parallel = setup.folder.path / "model", setup.folder.meeting, setup.parallel
     draft = folder.with_name(".model.tmp")
+    is_adapter = setup.config.model.lora is not None
     if meeting.rank == 0:
         new_folder(draft)
+        if not is_adapter:
+            write_configs(setup.model, draft, setup.export_dtype)
+        write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
     meeting.gather(None)  # Now all ranks can write into it.
     parts = parallel.weights_to_export(setup.model)
     planned = without_storage(parts, setup.export_dtype)
@@ -49,18 +53,15 @@ def export_model(setup: Setup) -> None:
     def read(name: str, ranks: set[int]) -> torch.Tensor | None:
         return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
 
-    if setup.config.model.lora is None:
-        write_weights(setup.model, planned, read, draft, meeting.rank, meeting.size)
-        meeting.gather(None)  # Now all files are complete.
-        if meeting.rank == 0:
-            write_configs(setup.model, draft, setup.export_dtype)
-    else:
+    if is_adapter:
         wanted = {name for names in meeting.gather(names_of_adapter(setup.model)) for name in names}
         adapter = {name: read(name, {0}) for name in planned if name in wanted}
         if meeting.rank == 0:
             setup.model.save_pretrained(draft, state_dict=adapter)
+    else:
+        write_weights(setup.model, planned, read, draft, meeting.rank, meeting.size)
+    meeting.gather(None)  # Now all files are complete.
     if meeting.rank == 0:
-        write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
         replace_folder(draft, folder)
 
 
@@ -196,7 +197,7 @@ class SafetensorsFile:
 
 
 def write_configs(model: transformers.PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """All that save_pretrained() writes besides the weights. The config names the type of the exported ones."""
+    """All that save_pretrained() writes besides the weights, which it would delete. The config has their type."""
     model.save_pretrained(folder, state_dict={})
     config = copy.deepcopy(model.config)
     config.dtype = dtype

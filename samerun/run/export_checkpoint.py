@@ -1,7 +1,7 @@
 """What --export does: a checkpoint as a model, without a run, on one process and without a device.
 
 The weights are read and written one layer at a time, so that no more of them is in memory. Only to merge a LoRA adapter
-into its model takes memory for all of that model, in its own type.
+into its model takes memory for all of that model, in its own type, and so does one that adapts or adds embeddings.
 """
 
 import functools
@@ -70,8 +70,8 @@ def write_model(
         use_tokenizer(model, tokenizer, config)
         planned = without_storage(exported_weights(model), dtype)
         saved.check_names(planned)
-        write_weights(model, planned, lambda name, _: saved.read(name).to(planned[name].dtype), folder)
         write_configs(model, folder, dtype)
+        write_weights(model, planned, lambda name, _: saved.read(name).to(planned[name].dtype), folder)
     elif not merge:
         model = adapted_model(config, tokenizer, saved)
         use_tokenizer(model, tokenizer, config)
@@ -81,8 +81,8 @@ def write_model(
         use_tokenizer(model, tokenizer, config)
         weights = exported_weights(model)
         planned = without_storage(weights, dtype)
-        write_weights(model, planned, lambda name, _: weights[name].detach().to(planned[name].dtype), folder)
         write_configs(model, folder, dtype)
+        write_weights(model, planned, lambda name, _: weights[name].detach().to(planned[name].dtype), folder)
     write_tokenizer(model, tokenizer, config, folder)
 
 
@@ -106,10 +106,12 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
 
 def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
     """Raises UserError if the config asks for another model than that of the checkpoint."""
+    kind = type(config)
+    defaults = flatten({"model": kind.model_fields["model"].get_default().model_dump()})  # For newer settings.
     ours = flatten({"model": config.model.model_dump()})
-    for name, value in ours.items():
-        is_other = name in theirs and theirs[name] != value and not may_change(type(config), name)
-        require(not is_other, f"{checkpoint} has {name}: {theirs.get(name)!r}, and the config {value!r}")
+    for name in [*ours, *(name for name in theirs if name.startswith("model."))]:
+        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        require(before == now or may_change(kind, name), f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
 
 
 def check_replaceable(folder: Path) -> None:
@@ -194,10 +196,14 @@ def exported_weights(model: transformers.PreTrainedModel) -> dict[str, torch.Ten
 def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.nn.Module:
     """The model with its adapter. The weights below it have no storage, unless the export needs some of them."""
     base = base_without_storage(config, tokenizer)
-    if rows_needed(config, tokenizer) > base.get_input_embeddings().num_embeddings:
-        return whole_model(config, tokenizer, saved, torch.float32)  # The export has all rows, also new ones.
+    has_grown = rows_needed(config, tokenizer) > base.get_input_embeddings().num_embeddings
     with torch.device("meta"):
-        return add_lora(base, config.model.lora, added_tokens(config, tokenizer))
+        model = add_lora(base, config.model.lora, added_tokens(config, tokenizer))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    adapts_rows = any(hasattr(layer, "base_layer") for layer in ends)
+    if has_grown or adapts_rows:  # peft then saves all rows, also those that are not trained.
+        return whole_model(config, tokenizer, saved, torch.float32)
+    return model
 
 
 def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torch.dtype) -> torch.nn.Module:
