@@ -113,6 +113,8 @@ class Run(Section):
     """Minutes without a word from another process after which it is lost, and the run ends. Work may take longer."""
     trackers: MayChange[Texts] = ["tensorboard"]
     """Accelerate's trackers that get every metric, such as tensorboard and wandb."""
+    tracker_options: MayChange[dict[Text, dict[str, Any]]] = {}
+    """Options of these trackers, such as {wandb: {entity: NAME, tags: [TAG]}}, as Accelerate's init_kwargs."""
 
 
 class BatchStage(Section):
@@ -325,6 +327,9 @@ class Config(Section):
         require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
         self.check_batch()
         self.check_tokenizer()
+        for name in self.run.tracker_options:
+            used = name in self.run.trackers or "all" in self.run.trackers
+            require(used, f"run.tracker_options: {name!r} is none of run.trackers")
         for name in self.run.allow_changes:
             known = name in (ROWS, ROW_ORDER) or setting_of(name) in config_fields(type(self))
             require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")

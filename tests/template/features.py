@@ -47,7 +47,9 @@ def trackers(house: House) -> None:
     house.reword("(see accelerate_configs/), or run.trackers", "(see accelerate_configs/)")
     house.drop_setting("run.trackers", [])
     house.drop_statements("start_accelerator", "missing")
-    house.drop_statements("", "init_trackers")
+    house.drop_statements("Config.check", "tracker_options")
+    house.drop_setting("run.tracker_options", {})
+    house.drop_definition("start_trackers")
     house.drop_statements("RunFolder.log", "self.accelerator.log")
 
 
@@ -119,8 +121,7 @@ def auto(house: House) -> None:
 def keep_best(house: House) -> None:
     house.drop_setting("run.keep_best", False)
     house.replace("training_loop", "progress.is_best()", "False")
-    house.replace("train", "export_best(setup, progress)", "export_model(setup)")
-    house.drop_definition("export_best")
+    house.replace("export_best", "kept_best(setup.folder, progress)", "None")
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
     house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
@@ -348,6 +349,7 @@ FEATURES = {
 # The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
 FILES = {
     "LoRA": ["configs/lora_8b.yaml"],
+    "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
     "samples": ["samerun/run/sample.py"],
     "packing": ["tests/test_packing.py"],
     "sources": ["tests/test_mixture.py"],
