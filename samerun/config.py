@@ -99,6 +99,8 @@ class Run(Section):
     """Also save and keep the checkpoint with the lowest evaluation loss, and export its model at the end."""
     patience: MayChange[NonNegativeInt] = 0
     """Finish early, after this many evaluations in a row that did not lower the evaluation loss; 0 never does."""
+    after_save: MayChange[Text | None] = None
+    """Shell command to run in the background for each complete checkpoint, whose folder is $CHECKPOINT."""
     resume: MayChange[Location] = "auto"
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None

@@ -141,6 +141,13 @@ def patience(house: House) -> None:
     house.drop_field("Progress.evaluations_in_vain", 0)
 
 
+def after_save(house: House) -> None:
+    house.drop_setting("run.after_save", None)
+    house.drop_statements("train", "after_save")
+    house.drop_statements("Saver", "after_save")
+    house.drop_definition("AfterSave")
+
+
 def chunked_loss(house: House) -> None:
     house.drop_setting("model.chunked_loss", False)
     house.reword('{"model.chunked_loss": True},', "")
@@ -333,6 +340,7 @@ FEATURES = {
     "auto": auto,
     "keep_best": keep_best,
     "patience": patience,
+    "after_save": after_save,
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,
@@ -350,6 +358,7 @@ FEATURES = {
 FILES = {
     "LoRA": ["configs/lora_8b.yaml"],
     "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
+    "after_save": ["samerun/run/after_save.py", "tests/test_after_save.py"],
     "samples": ["samerun/run/sample.py"],
     "packing": ["tests/test_packing.py"],
     "sources": ["tests/test_mixture.py"],
