@@ -66,7 +66,7 @@ def write_model(
     config: Config, saved: "SavedWeights", tokenizer: Any, dtype: torch.dtype, merge: bool, folder: Path
 ) -> None:
     if config.model.lora is None:
-        model = model_without_storage(config, tokenizer, saved)
+        model = meta_model(config, tokenizer, saved)
         use_tokenizer(model, tokenizer, config)
         planned = without_storage(exported_weights(model), dtype)
         saved.check_names(planned)
@@ -159,9 +159,9 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def model_without_storage(config: Config, tokenizer: Any, saved: SavedWeights) -> transformers.PreTrainedModel:
+def meta_model(config: Config, tokenizer: Any, saved: SavedWeights) -> transformers.PreTrainedModel:
     """The model as a run has it, on the meta device, and with as many embeddings as the checkpoint."""
-    model = base_without_storage(config, tokenizer)
+    model = meta_base(config, tokenizer)
     embedding = model.get_input_embeddings().weight
     name = next(name for name, weight in model.named_parameters() if weight is embedding)
     if name in saved.found and saved.found[name].size[0] != len(embedding):
@@ -169,7 +169,7 @@ def model_without_storage(config: Config, tokenizer: Any, saved: SavedWeights) -
     return model
 
 
-def base_without_storage(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
+def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
     found = model_config(config, len(tokenizer) if tokenizer else None)
     options = {"trust_remote_code": config.model.trust_remote_code, "dtype": getattr(torch, config.model.dtype)}
     pretrained = config.model.pretrained
@@ -195,7 +195,7 @@ def exported_weights(model: transformers.PreTrainedModel) -> dict[str, torch.Ten
 
 def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.nn.Module:
     """The model with its adapter. The weights below it have no storage, unless the export needs some of them."""
-    base = base_without_storage(config, tokenizer)
+    base = meta_base(config, tokenizer)
     has_grown = rows_needed(config, tokenizer) > base.get_input_embeddings().num_embeddings
     with torch.device("meta"):
         model = add_lora(base, config.model.lora, added_tokens(config, tokenizer))

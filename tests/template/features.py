@@ -27,6 +27,7 @@ def lora(house: House) -> None:
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
+    house.drop_statements("export_checkpoint", "--merge")
     house.reword(" With model.lora, their rows are trained.", "")
 
 
@@ -122,6 +123,7 @@ def keep_best(house: House) -> None:
     house.drop_setting("run.keep_best", False)
     house.replace("training_loop", "progress.is_best()", "False")
     house.replace("export_best", "kept_best(setup.folder, progress)", "None")
+    house.drop_statements("chosen_checkpoint", "run.keep_best")
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
     house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
