@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -191,6 +192,33 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{where}: {message}") from None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What --export asks for."""
+
+    which: str  # "best", "last" or a step.
+    to: str | None
+    merge: bool
+
+
+def take_export(argv: list[str]) -> tuple[list[str], Export | None]:
+    """The words of a command line besides --export and what belongs to it, and what these ask for. Raises UserError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--export")
+    parser.add_argument("--to")
+    parser.add_argument("--merge", action="store_true")
+    try:
+        asked, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"command line: {error}") from None
+    if asked.export is None:
+        require(not (asked.to or asked.merge), "command line: --to and --merge go with --export")
+        return rest, None
+    is_known = asked.export in ("best", "last") or asked.export.isdecimal()
+    require(is_known, f"command line: --export {asked.export}: give best, last, or the number of a step")
+    return rest, Export(asked.export, asked.to, asked.merge)
 
 
 def override(settings: dict[str, Any], path: str, text: str) -> None:

@@ -99,6 +99,8 @@ class Run(Section):
     """Also save and keep the checkpoint with the lowest evaluation loss, and export its model at the end."""
     patience: MayChange[NonNegativeInt] = 0
     """Finish early, after this many evaluations in a row that did not lower the evaluation loss; 0 never does."""
+    after_save: MayChange[Text | None] = None
+    """Shell command to run in the background for each complete checkpoint, whose folder is $CHECKPOINT."""
     resume: MayChange[Location] = "auto"
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None
@@ -107,10 +109,14 @@ class Run(Section):
     """Settings that decide what a run learns, and may all the same differ from the checkpoint that it continues."""
     max_skipped_steps: MayChange[NonNegativeInt] = 0
     """How many updates in a row may be skipped because a number is not finite."""
+    export_dtype: MayChange[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
+    """Type of the exported weights. auto: that of model.pretrained or, of a new model, the precision of the launch."""
     timeout_minutes: MayChange[PositiveFloat] = 30
     """Minutes without a word from another process after which it is lost, and the run ends. Work may take longer."""
     trackers: MayChange[Texts] = ["tensorboard"]
     """Accelerate's trackers that get every metric, such as tensorboard and wandb."""
+    tracker_options: MayChange[dict[Text, dict[str, Any]]] = {}
+    """Options of these trackers, such as {wandb: {entity: NAME, tags: [TAG]}}, as Accelerate's init_kwargs."""
 
 
 class BatchStage(Section):
@@ -323,6 +329,9 @@ class Config(Section):
         require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
         self.check_batch()
         self.check_tokenizer()
+        for name in self.run.tracker_options:
+            used = name in self.run.trackers or "all" in self.run.trackers
+            require(used, f"run.tracker_options: {name!r} is none of run.trackers")
         for name in self.run.allow_changes:
             known = name in (ROWS, ROW_ORDER) or setting_of(name) in config_fields(type(self))
             require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")

@@ -7,7 +7,6 @@ import datetime
 import functools
 import json
 import re
-import shlex
 import unicodedata
 from functools import cache
 from itertools import pairwise
@@ -423,7 +422,7 @@ def logits(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS[1:])
 def test_lora_export_is_the_trained_model(lora, lora_runs, kind, how):
-    """By peft's two ways to load it, and merged into the model by the command of configs/README.md.
+    """By peft's two ways to load it, and merged into the model by --export.
 
     With the model as it was before the run, the exported adapters have the run's own last evaluation loss: none of its
     weights had changed.
@@ -438,10 +437,7 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, kind, how):
     for model in loaded, peft.PeftModel.from_pretrained(start, folder):
         torch.testing.assert_close(logits(model, held_out), expected, rtol=0, atol=1e-4)
     if how == "DDP":  # Once is enough.
-        page = (ROOT / "configs" / "README.md").read_text()
-        command = re.search(r"^python -c '.*merge_and_unload.*'$", page, re.M)[0]
-        _, _, code = shlex.split(command.replace("runs/lora_8b", str(done.folder)))
-        exec(code, {})  # Here, where the libraries are imported already.
+        run(done.folder.parent, config, "--export", "last", "--merge", "--to", done.folder / "merged")
         merged = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "merged")
         assert not any("lora" in name for name in merged.state_dict())
         torch.testing.assert_close(logits(merged, held_out), logits(loaded, held_out), rtol=0, atol=1e-5)

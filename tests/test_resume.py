@@ -36,7 +36,7 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
-from samerun.run import checkpoint, resume, sample
+from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run.checkpoint import Progress
 
@@ -725,7 +725,7 @@ def test_the_best_is_marked_and_not_saved_twice(tmp_path, monkeypatch):
 
 def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
     """Where the best checkpoint is damaged when the run ends, the model is that of the last step."""
-    monkeypatch.setattr(train, "kept_best", lambda *_: None)
+    monkeypatch.setattr(export, "kept_best", lambda *_: None)
     config = config_of_noise(tmp_path)
     config["run"] |= {"max_steps": 12, "keep_best": True}
     done = run(tmp_path, config)

@@ -192,19 +192,16 @@ class DeepSpeed(Parallelism):
         else:
             safe_set_full_optimizer_state(parameter, value, key)
 
-    def gather_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """As ever. Afterwards the model of the main process has these weights, in float32, and can train no more."""
+    def weights_to_export(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """As ever, but with ZeRO-3 each has the place of a parameter without numbers."""
+        state = model.state_dict(keep_vars=True)
+        return {name: weight for name, weight in state.items() if name not in model.all_tied_weights_keys}
+
+    def gather_weight(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, ranks: set[int]
+    ) -> torch.Tensor | None:
         from deepspeed.runtime.zero import GatheredParameters
 
-        weights = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if name in model.all_tied_weights_keys:
-                continue
-            with GatheredParameters([value]):  # With ZeRO-3, frozen weights are divided, too.
-                whole = self.read(value, "") if value.requires_grad else value.detach()
-                if self.accelerator.is_main_process:
-                    weights[name] = whole.cpu()
-        if self.accelerator.is_main_process:
-            for name, parameter in model.named_parameters():  # save_pretrained() notes their type.
-                parameter.data = weights[name]
-        return weights
+        with GatheredParameters([weight]):  # With ZeRO-3, frozen weights are divided, too.
+            whole = self.read(weight, "") if weight.requires_grad else weight.detach()
+            return whole.to(dtype).cpu() if self.layout.rank in ranks else None

@@ -272,21 +272,25 @@ class Parallelism:
     ) -> None:
         """Called when a checkpoint was loaded into state(), which here is the model and the optimizers themselves."""
 
-    def gather_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """All weights of the model, on the main process."""
-        if not self.pipeline:
-            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-            for name in model.all_tied_weights_keys:  # from_pretrained() ties them again.
-                weights.pop(name, None)
-            return weights
-        is_first = self.layout.place(*self.layout.DATA, "tp") == 0  # Of the ranks that have the same layers.
-        weights = {}
-        for name, value in model.named_parameters():
-            if not value.is_meta:
-                whole = full_tensor(value.detach())
-                if is_first:
-                    weights[name] = whole.cpu()
-        return self.pipeline.gather(weights) if is_first else {}
+    def weights_to_export(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Weights and saved buffers by their names, the same on all ranks, as this one has them. Tied ones are there
+        once: from_pretrained() ties them again."""
+        if self.pipeline:
+            weights = dict(model.named_parameters())
+        else:
+            weights = get_model_state_dict(model, options=StateDictOptions())
+        return {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
+
+    def gather_weight(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, ranks: set[int]
+    ) -> torch.Tensor | None:
+        """One of weights_to_export(), whole and on the host, on these ranks. All ranks must call it."""
+        whole = None
+        if self.layout.rank in ranks or isinstance(weight, DTensor) or self.pipeline:
+            whole = weight if weight.is_meta else full_tensor(weight.detach().to(dtype))
+        if self.pipeline:
+            return self.pipeline.pass_on(name, whole, dtype, ranks)
+        return whole.cpu() if self.layout.rank in ranks else None
 
 
 def check_divisible(model: torch.nn.Module, config: Config, layout: Layout) -> None:

@@ -50,6 +50,7 @@ class PipelineSchedule:
         self.chunks = {number: chunk for number, chunk in enumerate(chunks) if number % self.size == self.place}
         keep_only(model, list(self.chunks.values()))
         self.schedules, self.metric_names = {}, {}
+        self.holders: dict[str, int] | None = None  # The first rank of the pipeline that has a weight, by its name.
 
     def tied(self) -> torch.nn.Parameter | None:
         """The embedding, if it is the output layer as well and this rank has it. So have both ends of a pipeline."""
@@ -123,11 +124,27 @@ class PipelineSchedule:
         dist.all_reduce(values, group=self.groups.ranks)
         return dict(zip(names, values.unbind()))
 
-    def gather(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of all ranks of the pipeline, on its first one."""
-        parts = [None] * self.size
-        dist.gather_object(weights, parts if self.place == 0 else None, group=self.groups.hosts, group_dst=0)
-        return {name: value for part in parts if part for name, value in part.items()}
+    def pass_on(self, name: str, weight: torch.Tensor, dtype: torch.dtype, ranks: set[int]) -> torch.Tensor | None:
+        """A weight that some ranks of the pipeline have, and others on the meta device, on the host of these ranks.
+
+        Each pipeline has all weights, so none needs another.
+        """
+        if self.holders is None:
+            own = [name for name, parameter in self.model.named_parameters() if not parameter.is_meta]
+            known = [None] * self.size
+            dist.all_gather_object(known, own, group=self.groups.hosts)
+            self.holders = {name: place for place in reversed(range(self.size)) for name in known[place]}
+        width = self.layout.processes // self.size  # Of pipelines, whose ranks are as far apart.
+        wanted = {rank // width for rank in ranks if rank % width == self.layout.rank % width}
+        holder = self.holders[name]
+        if self.place == holder:
+            weight = weight.cpu()
+            for place in wanted - {holder}:
+                dist.send(as_bytes(weight), group=self.groups.hosts, group_dst=place)
+        elif self.place in wanted:
+            weight = torch.empty(weight.shape, dtype=dtype)
+            dist.recv(as_bytes(weight), group=self.groups.hosts, group_src=holder)
+        return weight if self.place in wanted else None
 
 
 class PipelineGroups:
@@ -141,6 +158,11 @@ class PipelineGroups:
             by_depth.T.tolist(), backend="gloo"
         )  # For what no GPU can hold.
         dist.barrier(group=ranks)  # NCCL makes a group at its first use, which should not be in a schedule.
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as gloo sends any type: a view of its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def same_length(micro_batches: list[MicroBatch]) -> list[MicroBatch]:

@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,10 @@ from samerun.config import ROW_ORDER, ROWS, Config, flatten, may_change
 from samerun.data.order import ORDER, shuffle
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
+from samerun.run.after_save import AfterSave
 from samerun.run.checkpoint import (
     Progress,
+    checkpoint_name,
     list_checkpoints,
     load_checkpoint,
     note_in_checkpoint,
@@ -158,6 +161,7 @@ class Saver:
         self.stager = StateDictStager(pin_memory=setup.accelerator.device.type == "cuda")
         self.pool = ThreadPoolExecutor(1)
         self.pending: list[Future] = []
+        self.after_save = AfterSave(setup.config.run.after_save)
         self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
         if found and found[0].parent == self.folder:
             self.saved_step = found[1]["step"]
@@ -169,14 +173,23 @@ class Saver:
         """
         keep = self.setup.config.run.keep_checkpoints
         if progress.step == self.saved_step:
-            self.pending.append(self.pool.submit(note_in_checkpoint, self.folder, keep, asdict(progress)))
+            self.in_background(progress.step, note_in_checkpoint, self.folder, keep, asdict(progress))
             return
         self.wait()
         check_copies(self.setup.wrapped, self.group)
         state = self.stager.stage(self.setup.parallel.state_to_save(self.setup.wrapped, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
-        self.pending.append(self.pool.submit(save_checkpoint, self.folder, keep, state, manifest, self.group))
+        self.in_background(progress.step, save_checkpoint, self.folder, keep, state, manifest, self.group)
         self.saved_step = progress.step
+
+    def in_background(self, step: int, work: Callable, *arguments: Any) -> None:
+        """Do what leaves a complete checkpoint of this step."""
+
+        def run() -> None:
+            work(*arguments)
+            self.after_save.begin(self.folder / checkpoint_name(step))
+
+        self.pending.append(self.pool.submit(run))
 
     def wait(self) -> None:
         """Raises what went wrong with the last save."""

@@ -27,6 +27,7 @@ def lora(house: House) -> None:
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
+    house.drop_statements("export_checkpoint", "--merge")
     house.reword(" With model.lora, their rows are trained.", "")
 
 
@@ -47,7 +48,9 @@ def trackers(house: House) -> None:
     house.reword("(see accelerate_configs/), or run.trackers", "(see accelerate_configs/)")
     house.drop_setting("run.trackers", [])
     house.drop_statements("start_accelerator", "missing")
-    house.drop_statements("", "init_trackers")
+    house.drop_statements("Config.check", "tracker_options")
+    house.drop_setting("run.tracker_options", {})
+    house.drop_definition("start_trackers")
     house.drop_statements("RunFolder.log", "self.accelerator.log")
 
 
@@ -119,8 +122,8 @@ def auto(house: House) -> None:
 def keep_best(house: House) -> None:
     house.drop_setting("run.keep_best", False)
     house.replace("training_loop", "progress.is_best()", "False")
-    house.replace("train", "export_best(setup, progress)", "export_model(setup)")
-    house.drop_definition("export_best")
+    house.replace("export_best", "kept_best(setup.folder, progress)", "None")
+    house.drop_statements("chosen_checkpoint", "run.keep_best")
     house.drop_statements("resume", "kept_best")
     house.drop_definition("Progress.forget_best")
     house.replace("delete_old", "old.name != manifest['best_checkpoint']", "True")
@@ -138,6 +141,13 @@ def patience(house: House) -> None:
     house.drop_definition("Progress.forget_lowest")
     house.drop_field("Progress.lowest_loss")
     house.drop_field("Progress.evaluations_in_vain", 0)
+
+
+def after_save(house: House) -> None:
+    house.drop_setting("run.after_save", None)
+    house.drop_statements("train", "after_save")
+    house.drop_statements("Saver", "after_save")
+    house.drop_definition("AfterSave")
 
 
 def chunked_loss(house: House) -> None:
@@ -332,6 +342,7 @@ FEATURES = {
     "auto": auto,
     "keep_best": keep_best,
     "patience": patience,
+    "after_save": after_save,
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,
@@ -348,6 +359,8 @@ FEATURES = {
 # The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
 FILES = {
     "LoRA": ["configs/lora_8b.yaml"],
+    "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
+    "after_save": ["samerun/run/after_save.py", "tests/test_after_save.py"],
     "samples": ["samerun/run/sample.py"],
     "packing": ["tests/test_packing.py"],
     "sources": ["tests/test_mixture.py"],

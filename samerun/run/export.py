@@ -1,0 +1,222 @@
+"""The trained model as from_pretrained() loads it, written by all ranks: none of them has all of it in its memory.
+
+The weights go from the ranks that have them to those that write them, one layer at a time, and each file has one rank
+that writes it. Names, sizes and index of the files are those of huggingface_hub, which save_pretrained() has them from.
+"""
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from transformers.core_model_loading import revert_weight_conversion
+
+from samerun.config import Config
+from samerun.errors import as_user_error
+from samerun.files import delete, replace_file, replace_folder
+from samerun.run.checkpoint import Progress, load_checkpoint
+from samerun.run.folder import kept_best
+from samerun.run.setup import Setup
+
+Read = Callable[[str, set[int]], torch.Tensor | None]  # A whole weight by its name, on the host of these ranks only.
+
+
+def export_best(setup: Setup, progress: Progress) -> str:
+    """Export the model of the best checkpoint if one is kept, otherwise of the last step. Returns which one it was."""
+    best = kept_best(setup.folder, progress)
+    if best:
+        load_checkpoint(best, setup.parallel, setup.wrapped, [])
+    export_model(setup)
+    return best.name if best else "last step"
+
+
+def export_model(setup: Setup) -> None:
+    """Write the model into the run folder. Every rank takes part. An older model stays until this one is complete."""
+    folder, meeting, parallel = setup.folder.path / "model", setup.folder.meeting, setup.parallel
+    draft = folder.with_name(".model.tmp")
+    is_adapter = setup.config.model.lora is not None
+    if meeting.rank == 0:
+        new_folder(draft)
+        if not is_adapter:
+            write_configs(setup.model, draft, setup.export_dtype)
+        write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
+    meeting.gather(None)  # Now all ranks can write into it.
+    parts = parallel.weights_to_export(setup.model)
+    planned = without_storage(parts, setup.export_dtype)
+
+    def read(name: str, ranks: set[int]) -> torch.Tensor | None:
+        return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
+
+    if is_adapter:
+        wanted = {name for names in meeting.gather(names_of_adapter(setup.model)) for name in names}
+        adapter = {name: read(name, {0}) for name in planned if name in wanted}
+        if meeting.rank == 0:
+            setup.model.save_pretrained(draft, state_dict=adapter)
+    else:
+        write_weights(setup.model, planned, read, draft, meeting.rank, meeting.size)
+    meeting.gather(None)  # Now all files are complete.
+    if meeting.rank == 0:
+        replace_folder(draft, folder)
+
+
+def export_dtype(config: Config, precision: str) -> torch.dtype:
+    """That of the exported weights, see run.export_dtype. `precision` is that of the launch: no, bf16 or fp8."""
+    asked, pretrained = config.run.export_dtype, config.model.pretrained
+    if asked != "auto":
+        return getattr(torch, asked)
+    if not pretrained:
+        return torch.float32 if precision == "no" else torch.bfloat16
+    options = {"trust_remote_code": config.model.trust_remote_code}
+    with as_user_error(f"model.pretrained: cannot tell the type of {pretrained}", pretrained):
+        found = transformers.AutoConfig.from_pretrained(pretrained, **options).dtype
+        if found is None:  # Only its files say it. On the meta device, none of their weights is read.
+            options |= {"dtype": "auto", "device_map": "meta", "attn_implementation": "eager"}
+            found = transformers.AutoModelForCausalLM.from_pretrained(pretrained, **options).dtype
+    return found if found in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def without_storage(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Names, shapes and types of weights as they are exported. Only floating-point numbers change their type."""
+    planned = {}
+    for name, weight in weights.items():
+        kept = dtype if dtype and weight.is_floating_point() else weight.dtype
+        shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's ZeRO-3 leaves a parameter without numbers.
+        planned[name] = torch.empty(shape, dtype=kept, device="meta")
+    return planned
+
+
+def new_folder(draft: Path) -> None:
+    """In place of one that a killed process has left."""
+    if os.path.lexists(draft):
+        delete(draft)
+    draft.mkdir(parents=True)
+
+
+# The files of a model -------------------------------------------------------------------------------------------------
+
+
+def write_weights(
+    model: transformers.PreTrainedModel,
+    planned: dict[str, torch.Tensor],
+    read: Read,
+    folder: Path,
+    rank: int = 0,
+    ranks: int = 1,
+) -> None:
+    """Write the files of `planned`, see without_storage(), and their index. All ranks call it with the same names."""
+    layers = by_layer([name for name in planned if name not in (model._keys_to_ignore_on_save or ())])
+    saved = {}  # What the files have of a layer: maybe other names, or several for one weight.
+    for layer, names in layers.items():
+        saved[layer] = revert_weight_conversion(model, {name: planned[name] for name in names})
+    tensors = {name: one for some in saved.values() for name, one in some.items()}
+    split = split_torch_state_dict_into_shards(without_storage(tensors))  # A view would count as what it is one of.
+    file_of, files = split.tensor_to_filename, list(split.filename_to_tensors)
+    writer_of = {file: number * ranks // len(files) for number, file in enumerate(files)}
+    own = {}
+    for file, names in split.filename_to_tensors.items():
+        if writer_of[file] == rank:
+            own[file] = SafetensorsFile(folder / file, {name: tensors[name] for name in names})
+
+    for layer, names in layers.items():
+        writers = {writer_of[file_of[name]] for name in saved[layer]}
+        whole = {name: read(name, writers) for name in names}
+        if rank in writers:
+            for name, tensor in revert_weight_conversion(model, whole).items():
+                if file_of[name] in own:
+                    own[file_of[name]].write(name, tensor)
+    for file in own.values():
+        file.close()
+    if rank == 0 and split.is_sharded:
+        numbers = sum(tensor.numel() for tensor in tensors.values())
+        index = {"metadata": {"total_parameters": numbers, **split.metadata}, "weight_map": file_of}
+        replace_file(folder / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True))
+
+
+def by_layer(names: list[str]) -> dict[str, list[str]]:
+    """Names of weights by their layer, such as model.layers.3. Those outside of layers are alone."""
+    layers = {}
+    for name in names:
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        layers.setdefault(numbered[1] if numbered else name, []).append(name)
+    return layers
+
+
+class SafetensorsFile:
+    """A file of tensors that are written one by one, in any order. safetensors itself wants all of them at once.
+
+    The format: 8 bytes with the length of a header, the header in JSON, and the tensors, one after the other.
+    """
+
+    TYPES = {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]):
+        """`tensors` may be without storage."""
+        header, self.places, end = {"__metadata__": {"format": "pt"}}, {}, 0
+        for name, tensor in tensors.items():
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": self.TYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+            self.places[name] = begin
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # So that the numbers are aligned.
+        self.file = open(path, "wb")  # noqa: SIM115  close() ends it.
+        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.start = self.file.tell()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        self.file.seek(self.start + self.places.pop(name))
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(self.file)
+
+    def close(self) -> None:
+        """Return when all of it is on the disk."""
+        if self.places:
+            raise ValueError(f"{self.file.name} lacks {min(self.places)}")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def write_configs(model: transformers.PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """All that save_pretrained() writes besides the weights, which it would delete. The config has their type."""
+    model.save_pretrained(folder, state_dict={})
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def write_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config, folder: Path) -> None:
+    if config.data.format == "chat":
+        model.generation_config.save_pretrained(folder)  # An adapter does not save it.
+    if tokenizer:
+        tokenizer.save_pretrained(folder)
+
+
+def names_of_adapter(model: torch.nn.Module) -> list[str]:
+    """What the export of an adapter needs: what is trained, and embeddings, which peft saves if they have grown."""
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    kept = {id(weight) for layer in layers if layer is not None for weight in layer.parameters()}
+    names = []
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.requires_grad or id(weight) in kept:
+            names.append(name)
+    return names

@@ -1,0 +1,244 @@
+"""What --export does: a checkpoint as a model, without a run, on one process and without a device.
+
+The weights are read and written one layer at a time, so that no more of them is in memory. Only to merge a LoRA adapter
+into its model takes memory for all of that model, in its own type, and so does one that adapts or adds embeddings.
+"""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.metadata import Metadata
+
+from samerun.cli import Export
+from samerun.config import Config, flatten, may_change
+from samerun.errors import UserError, as_user_error, require, say
+from samerun.files import delete, replace_folder
+from samerun.meeting import Meeting
+from samerun.model.build import add_lora, build_model, model_config
+from samerun.model.tokenizer import load_tokenizer, stop_after_turns, use_special_tokens
+from samerun.run.checkpoint import checkpoint_name, find_checkpoint, verify_checkpoint
+from samerun.run.export import (
+    export_dtype,
+    names_of_adapter,
+    new_folder,
+    without_storage,
+    write_configs,
+    write_tokenizer,
+    write_weights,
+)
+from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
+
+
+def export_checkpoint(config: Config, asked: Export) -> None:
+    """Write a checkpoint of the run as a model. A model that is there already stays until the new one is complete."""
+    StopSignal().interrupt()
+    silence_libraries()
+    require(Meeting(1).size == 1, "--export: one process does it; start it as python train.py")
+    is_adapter = config.model.lora is not None
+    require(is_adapter or not asked.merge, "--merge: needs model.lora, an adapter to be merged into its model")
+    checkpoint, manifest = chosen_checkpoint(config, asked.which)
+    check_model_settings(config, checkpoint, manifest["config"])
+    folder = Path(asked.to or f"{config.run.output_dir}/model-{checkpoint.name}{'-merged' * asked.merge}")
+    check_replaceable(folder)
+    go_offline_without_network(config)
+    tokenizer = load_tokenizer(config.data, config.model)
+    dtype = export_dtype(config, manifest.get("launch", {}).get("precision", "no"))
+    saved = SavedWeights(checkpoint)
+    draft = folder.with_name(f".{folder.name}.tmp")
+    with as_user_error(f"--to: cannot write {folder}"):
+        new_folder(draft)
+    try:
+        write_model(config, saved, tokenizer, dtype, asked.merge, draft)
+        replace_folder(draft, folder)
+    finally:
+        if draft.exists():
+            delete(draft)
+    kind = "adapter" if is_adapter and not asked.merge else "model"
+    say(f"Exported: {folder} ({checkpoint.name}, {kind}, {str(dtype).removeprefix('torch.')})")
+
+
+def write_model(
+    config: Config, saved: "SavedWeights", tokenizer: Any, dtype: torch.dtype, merge: bool, folder: Path
+) -> None:
+    if config.model.lora is None:
+        model = meta_model(config, tokenizer, saved)
+        use_tokenizer(model, tokenizer, config)
+        planned = without_storage(exported_weights(model), dtype)
+        saved.check_names(planned)
+        write_configs(model, folder, dtype)
+        write_weights(model, planned, lambda name, _: saved.read(name).to(planned[name].dtype), folder)
+    elif not merge:
+        model = adapted_model(config, tokenizer, saved)
+        use_tokenizer(model, tokenizer, config)
+        model.save_pretrained(folder, state_dict=adapter_weights(model, saved, dtype))
+    else:
+        model = whole_model(config, tokenizer, saved, dtype).merge_and_unload()
+        use_tokenizer(model, tokenizer, config)
+        weights = exported_weights(model)
+        planned = without_storage(weights, dtype)
+        write_configs(model, folder, dtype)
+        write_weights(model, planned, lambda name, _: weights[name].detach().to(planned[name].dtype), folder)
+    write_tokenizer(model, tokenizer, config, folder)
+
+
+# The checkpoint -------------------------------------------------------------------------------------------------------
+
+
+def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of a run that is called last, best, or by its step, and its manifest. Raises UserError."""
+    folder, alone = Path(config.run.output_dir) / "checkpoints", Meeting(1)
+    found = find_checkpoint("auto", folder, alone)
+    require(found, f"--export: {folder} has no checkpoint; check run.output_dir")
+    if which == "last":
+        return found
+    name = found[1]["best_checkpoint"] if which == "best" else checkpoint_name(int(which))
+    require(name, f"--export best: {found[0]} knows of no best one; run.keep_best keeps it")
+    path = folder / name
+    there = ", ".join(str(int(one.name[5:])) for one in sorted(folder.glob("step-*")) if one.name[5:].isdecimal())
+    require(path.is_dir(), f"--export {which}: there is no {path}; there are those of the steps {there}")
+    return path, verify_checkpoint(path, alone)
+
+
+def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
+    """Raises UserError if the config asks for another model than that of the checkpoint."""
+    kind = type(config)
+    defaults = flatten({"model": kind.model_fields["model"].get_default().model_dump()})  # For newer settings.
+    ours = flatten({"model": config.model.model_dump()})
+    for name in [*ours, *(name for name in theirs if name.startswith("model."))]:
+        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        require(before == now or may_change(kind, name), f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises UserError for a folder that holds anything but an exported model."""
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    is_free = not os.path.lexists(folder) or is_model or (folder.is_dir() and not os.listdir(folder))
+    require(is_free, f"--to: {folder} is there, and holds no model; name another folder")
+
+
+class SavedWeights:
+    """The weights in a checkpoint by their names in the model, read one by one."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint, self.reader = checkpoint, CheckpointReader(str(checkpoint))
+        saved = self.reader.read_metadata().state_dict_metadata
+        self.found = {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
+
+    def read(self, name: str) -> torch.Tensor:
+        found = self.found[name]
+        whole = torch.empty(found.size, dtype=found.properties.dtype)
+        dcp.load({f"model.{name}": whole}, storage_reader=self.reader, no_dist=True)  # In place.
+        return whole
+
+    def check_names(self, model: dict[str, torch.Tensor]) -> None:
+        """Raises UserError unless these are the weights of a model."""
+        for name in self.found.keys() ^ model.keys():
+            where = "the checkpoint" if name in self.found else "the model"
+            raise UserError(f"{self.checkpoint} is of another model: only {where} has {name}")
+        for name, weight in model.items():
+            sizes = tuple(self.found[name].size), tuple(weight.shape)
+            require(sizes[0] == sizes[1], f"{self.checkpoint} is of another model: {name} has {sizes}")
+
+
+class CheckpointReader(dcp.HuggingFaceStorageReader):
+    """Reads the headers of all files once, and not for each weight."""
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self) -> Metadata:
+        return self.metadata
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def meta_model(config: Config, tokenizer: Any, saved: SavedWeights) -> transformers.PreTrainedModel:
+    """The model as a run has it, on the meta device, and with as many embeddings as the checkpoint."""
+    model = meta_base(config, tokenizer)
+    embedding = model.get_input_embeddings().weight
+    name = next(name for name, weight in model.named_parameters() if weight is embedding)
+    if name in saved.found and saved.found[name].size[0] != len(embedding):
+        model.resize_token_embeddings(saved.found[name].size[0], mean_resizing=False)
+    return model
+
+
+def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
+    found = model_config(config, len(tokenizer) if tokenizer else None)
+    options = {"trust_remote_code": config.model.trust_remote_code, "dtype": getattr(torch, config.model.dtype)}
+    pretrained = config.model.pretrained
+    with as_user_error(f"model: cannot build {pretrained or found.model_type}", pretrained):
+        if pretrained:  # From its files, which say how their weights are called. None is read.
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                pretrained, config=found, device_map="meta", **options
+            )
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(found, **options)
+
+
+def use_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config) -> None:
+    """What a run lets the model know of its tokenizer."""
+    use_special_tokens(model, tokenizer, config)
+    if config.data.format == "chat":
+        stop_after_turns(model, tokenizer)
+
+
+def exported_weights(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+
+
+def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.nn.Module:
+    """The model with its adapter. The weights below it have no storage, unless the export needs some of them."""
+    base = meta_base(config, tokenizer)
+    has_grown = rows_needed(config, tokenizer) > base.get_input_embeddings().num_embeddings
+    with torch.device("meta"):
+        model = add_lora(base, config.model.lora, added_tokens(config, tokenizer))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    adapts_rows = any(hasattr(layer, "base_layer") for layer in ends)
+    if has_grown or adapts_rows:  # peft then saves all rows, also those that are not trained.
+        return whole_model(config, tokenizer, saved, torch.float32)
+    return model
+
+
+def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
+    kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    settings = config.model.model_copy(update={"dtype": kept})
+    found = model_config(config, len(tokenizer) if tokenizer else None)
+    rows = rows_needed(config, tokenizer)
+    model = build_model(settings, found, rows, config.run.seed, added_tokens(config, tokenizer))
+    weights = dict(model.named_parameters())
+    for name in saved.found:
+        require(name in weights, f"{saved.checkpoint} is of another model: it has {name}")
+        weights[name].data.copy_(saved.read(name))
+    return model
+
+
+def rows_needed(config: Config, tokenizer: Any) -> int:
+    """How many embeddings a run wants to have. Ready tokens came with their vocabulary."""
+    return len(tokenizer) if tokenizer and config.data.format != "tokens" else 0
+
+
+def added_tokens(config: Config, tokenizer: Any) -> list[int]:
+    return tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []
+
+
+def adapter_weights(model: torch.nn.Module, saved: SavedWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What the export of an adapter is made of. A weight with several names is in the checkpoint by one of them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    name_of = {id(parameters[name]): name for name in saved.found if name in parameters}
+    weights = {}
+    for name in names_of_adapter(model):
+        if id(parameters[name]) in name_of:
+            weights[name] = saved.read(name_of[id(parameters[name])]).to(dtype)
+        elif not parameters[name].is_meta:
+            weights[name] = parameters[name].detach().to(dtype)
+    missing = saved.found.keys() - set(name_of.values())
+    require(not missing, f"{saved.checkpoint} is of another model: it has {min(missing, default='')}")
+    return weights

@@ -1,0 +1,69 @@
+"""Trackers beside metrics.jsonl: a run is one curve in each of them, however often and wherever it is continued."""
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+
+from samerun.config import Run
+from samerun.errors import as_user_error
+from samerun.files import replace_file
+from samerun.run.folder import RunFolder
+
+# What a tracker calls a run that goes on: its options, of the name and the id of the run.
+RUN_OPTIONS = {
+    "wandb": lambda name, id: {"name": name, "id": id, "resume": "allow"},
+    "comet_ml": lambda name, id: {"experiment_key": id, "mode": "get_or_create"},
+    "trackio": lambda name, id: {"name": f"{name}-{id[:8]}", "resume": "allow"},  # It knows runs by their names.
+    "swanlab": lambda name, id: {"experiment_name": name, "id": id, "resume": "allow"},
+}
+# Trackers that choose the id of a run themselves: the option that names it, and where the tracker has it.
+OWN_IDS = {
+    "mlflow": ("run_id", lambda tracker: tracker.info.run_id),
+    "aim": ("run_hash", lambda tracker: tracker.hash),
+}
+
+
+def start_trackers(
+    folder: RunFolder, accelerator: Accelerator, config: Run, settings: dict[str, Any], project: str, step: int
+) -> None:
+    """Let Accelerate's trackers go on after this step. trackers.json in the run folder has the ids of the run."""
+    name, note = folder.path.resolve().name, folder.path / "trackers.json"
+    ids = read_ids(note)
+    ids.setdefault("id", uuid.uuid4().hex)
+    given = config.tracker_options
+    options = {tracker: of_run(name, ids["id"]) for tracker, of_run in RUN_OPTIONS.items()}
+    options["mlflow"] = {"run_name": name}
+    for tracker, (option, _) in OWN_IDS.items():
+        if tracker in ids:
+            options.setdefault(tracker, {})[option] = ids[tracker]
+    options = {tracker: options.get(tracker, {}) | given.get(tracker, {}) for tracker in options | given}
+    # Accelerate's own would have the name of the project, and folders of settings beside the curves.
+    board = TensorBoardTracker(
+        name, folder.path / "tensorboard", **{"purge_step": step + 1} | options.pop("tensorboard", {})
+    )
+    accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
+    with as_user_error("run.trackers: cannot start one of them; see run.tracker_options"):
+        accelerator.init_trackers(project, init_kwargs=options)
+    if not accelerator.is_main_process:
+        return
+    for tracker in accelerator.trackers:
+        if tracker is board:
+            board.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
+        elif tracker.name not in ids:  # MLflow refuses other values for a run that has some.
+            tracker.store_init_configuration({name: str(value) for name, value in settings.items()})
+        if tracker.name in OWN_IDS:
+            ids[tracker.name] = OWN_IDS[tracker.name][1](tracker.tracker)
+    if accelerator.trackers:
+        replace_file(note, json.dumps(ids))
+
+
+def read_ids(note: Path) -> dict[str, str]:
+    """None for a new run, or for one that an earlier version of this script began."""
+    try:
+        return dict(json.loads(note.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}

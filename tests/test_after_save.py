@@ -1,0 +1,78 @@
+"""run.after_save: a command for each complete checkpoint, in the background, which never ends a run."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from helpers import Done, difference, launch, run, tiny_config
+
+from samerun.run.after_save import AfterSave
+
+
+def config_of(folder: Path, command: str, **more) -> dict:
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": 10, "save_every": 5, "after_save": command, **more}
+    return config
+
+
+def test_a_copy_continues_the_run(tmp_path):
+    """Copied by the command as it is documented, brought back into another folder, and continued there."""
+    storage = tmp_path / "storage"
+    copy = f'mkdir -p {storage} && cp -r "$CHECKPOINT" {storage}/ && test -d "$RUN_FOLDER/checkpoints"'
+    done = launch(tmp_path, config_of(tmp_path, copy, keep_checkpoints=1), processes=2, warm=True)
+    assert "failed" not in done.output
+    names = sorted(path.name for path in storage.iterdir())
+    assert names == ["step-00000005", "step-00000010"] and done.checkpoints == names[1:]
+    manifest = json.loads((storage / "step-00000010" / "manifest.json").read_text())
+    files = {path.name for path in (storage / "step-00000010").iterdir()}
+    assert files == {*manifest["files"], "manifest.json"}
+    assert manifest["evaluated_step"] == 10  # The evaluation came later, and the command was run once more.
+    back = tmp_path / "elsewhere"
+    shutil.copytree(storage / "step-00000005", back / "checkpoints" / "step-00000005")
+    again = run(tmp_path, config_of(tmp_path, "true"), "--run.output_dir", back)
+    assert again.launches == [5] and difference(again.weights, done.weights) < 1e-5
+
+
+def test_a_failure_is_said_and_counted(tmp_path):
+    done = run(tmp_path, config_of(tmp_path, "echo first; echo no room there >&2; exit 3"))
+    said = re.findall(r"run.after_save failed for (\S+) \(exit status 3, (\d+) so far\): (.*)", done.output)
+    assert said[0] == ("step-00000005", "1", "no room there") and done.status["status"] == "finished"
+    assert [int(count) for _, count, _ in said] == list(range(1, len(said) + 1)) and said[-1][0] == "step-00000010"
+
+
+@pytest.fixture
+def slow(tmp_path) -> AfterSave:
+    """A command that says when it begins and ends, and takes some time."""
+    log = tmp_path / "log"
+    name = '$(basename "$CHECKPOINT")'
+    return AfterSave(f"echo begin {name} >> {log}; sleep 0.3; echo end {name} >> {log}")
+
+
+def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
+    began = time.monotonic()
+    for step in range(1, 5):
+        slow.begin(tmp_path / "run" / "checkpoints" / f"step-{step}")
+        time.sleep(0.02)
+    assert time.monotonic() - began < 0.25  # Nobody waits.
+    slow.finish()
+    lines = (tmp_path / "log").read_text().split("\n")[:-1]
+    assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and slow.failures == 0
+
+
+def test_only_the_main_process_runs_it(tmp_path, monkeypatch, slow):
+    monkeypatch.setenv("RANK", "1")
+    other = AfterSave("touch " + str(tmp_path / "other"))
+    other.begin(tmp_path)
+    other.finish()
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_run_does_not_wait_while_it_trains(tmp_path):
+    """Only at its end, for the last checkpoint."""
+    command = f"sleep 1; date +%s.%N >> {tmp_path / 'ends'}"
+    done: Done = run(tmp_path, config_of(tmp_path, command, save_every=2))
+    assert "Waiting for run.after_save." in done.output
+    assert len((tmp_path / "ends").read_text().split()) < 5

@@ -1,0 +1,495 @@
+"""The export: the files that save_pretrained() would write, whoever writes them, and --export, which needs no run."""
+
+import json
+import re
+import signal
+import weakref
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from helpers import (
+    ROOT,
+    VOCABULARY,
+    Done,
+    difference,
+    launch,
+    make_rows,
+    run,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
+from safetensors.torch import load_file
+
+from samerun.config import Config, Model, Run
+from samerun.run import export
+from samerun.run.export import export_dtype, without_storage, write_weights
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+SHAPE |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = "llama", "qwen3", "mixtral", "qwen3_moe", "olmoe", "jamba", "gpt_oss", "gemma3_text"
+
+
+def family(kind: str, **more) -> transformers.PreTrainedModel:
+    torch.manual_seed(1)
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    shape = {name: value for name, value in (SHAPE | EXPERTS | more).items() if name in known}
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **shape))
+
+
+def contents(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors in each file of weights."""
+    return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def assert_same_weights(some: Path, other: Path) -> None:
+    """The same names, types and bits."""
+    ours, theirs = (
+        {name: one for file in contents(folder).values() for name, one in file.items()} for folder in (some, other)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name])
+
+
+def assert_same_files(some: Path, other: Path) -> None:
+    """In the same files, too, and with the same index."""
+    assert_same_weights(some, other)
+    ours, theirs = ({file: set(tensors) for file, tensors in contents(folder).items()} for folder in (some, other))
+    assert ours == theirs
+    index = "model.safetensors.index.json"
+    assert (some / index).exists() == (other / index).exists() == (len(ours) > 1)
+    if len(ours) > 1:
+        assert json.loads((some / index).read_text()) == json.loads((other / index).read_text())
+
+
+def assert_divided(folder: Path, size: int) -> None:
+    """Files of at most this size, but for a larger weight alone, and an index that says where each weight is."""
+    files, index = contents(folder), json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    sizes = [sum(one.nbytes for one in tensors.values()) for tensors in files.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert all(total <= size or len(tensors) == 1 for total, tensors in zip(sizes, files.values()))
+    assert list(files) == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shard_size(monkeypatch):
+    """Sets the size of files, of which tiny models otherwise need one."""
+    split = export.split_torch_state_dict_into_shards
+
+    def set_size(size):
+        monkeypatch.setattr(
+            export, "split_torch_state_dict_into_shards", lambda state: split(state, max_shard_size=size)
+        )
+
+    return set_size
+
+
+@pytest.mark.parametrize("size, dtype", [(10**9, torch.float32), (60_000, torch.bfloat16)])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_files_are_those_of_save_pretrained(tmp_path, shard_size, kind, size, dtype):
+    """Also where the files have other names, and a matrix of its own for each expert. Each of 3 ranks writes some."""
+    shard_size(size)
+    model = family(kind).to(dtype)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    weights = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    (tmp_path / "ours").mkdir()
+    for rank in 2, 1, 0:
+        read = lambda name, ranks, rank=rank: weights[name] if rank in ranks else None  # noqa: E731
+        write_weights(model, without_storage(weights, dtype), read, tmp_path / "ours", rank, ranks=3)
+    saved = {name for file in contents(tmp_path / "theirs").values() for name in file}
+    as_they_are = saved == weights.keys()
+    if as_they_are:
+        assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    else:  # save_pretrained() has all experts of a layer in one file, because they are parts of one tensor.
+        assert_same_weights(tmp_path / "ours", tmp_path / "theirs")
+    if len(contents(tmp_path / "theirs")) > 1:
+        assert_divided(tmp_path / "ours", size)
+
+
+def test_one_layer_at_a_time_is_in_memory(tmp_path, shard_size):
+    """Also of a file that has many, and though its parts take turns."""
+    model, alive, most = family("mixtral", num_hidden_layers=6), weakref.WeakSet(), 0
+    weights = model.state_dict()
+
+    def read(name, ranks):
+        nonlocal most
+        tensor = weights[name].clone()
+        alive.add(tensor)
+        most = max(most, sum(one.nbytes for one in alive))
+        return tensor
+
+    write_weights(model, without_storage(weights), read, tmp_path)
+    layer = sum(weights[name].nbytes for name in weights if name.startswith("model.layers.0."))
+    whole = sum(one.nbytes for one in weights.values())
+    assert most <= 2 * layer < whole / 2
+    assert contents(tmp_path).keys() == {"model.safetensors"}
+
+
+def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path):
+    file = export.SafetensorsFile(tmp_path / "a", {"one": torch.zeros(2), "other": torch.zeros(())})
+    file.write("one", torch.ones(2))
+    with pytest.raises(ValueError, match="a lacks other"):
+        file.close()
+
+
+# Type -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked, saved, precision, expected",
+    [
+        ("auto", None, "no", "float32"),
+        ("auto", None, "bf16", "bfloat16"),
+        ("auto", None, "fp8", "bfloat16"),
+        ("auto", "bfloat16", "no", "bfloat16"),
+        ("auto", "float16", "bf16", "float16"),
+        ("auto", "float32", "bf16", "float32"),
+        ("float16", "bfloat16", "bf16", "float16"),
+        ("float32", None, "bf16", "float32"),
+    ],
+)
+@pytest.mark.parametrize("is_said", [True, False])
+def test_the_type(tmp_path, asked, saved, precision, expected, is_said):
+    """That of the pretrained model, which its config may not say, or that in which a new one is trained."""
+    model = Model(architecture={"model_type": "llama"})
+    if saved:
+        family("llama").to(getattr(torch, saved)).save_pretrained(tmp_path)
+        model = Model(pretrained=str(tmp_path))
+        found = json.loads((tmp_path / "config.json").read_text())
+        assert found["dtype"] == saved
+        if not is_said:
+            del found["dtype"]
+            (tmp_path / "config.json").write_text(json.dumps(found))
+    config = Config.model_construct(run=Run(export_dtype=asked), model=model)
+    assert export_dtype(config, precision) == getattr(torch, expected)
+
+
+def checkpoint_weights(done: Done, step: int) -> dict[str, torch.Tensor]:
+    """Of a run on one process."""
+    [file] = (done.folder / "checkpoints" / f"step-{step:08}").glob("*.safetensors")
+    saved = load_file(file)
+    return {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
+
+
+def test_a_run_exports_in_the_type_of_its_model(tmp_path):
+    """Its float32 weights stay in the checkpoint. config.json says the type, and from_pretrained() takes it."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    start = Path(config["model"]["pretrained"])
+    transformers.AutoModelForCausalLM.from_pretrained(start).bfloat16().save_pretrained(start)
+    done = run(tmp_path, config)
+    saved = checkpoint_weights(done, 2)
+    assert {one.dtype for one in saved.values()} == {torch.float32}
+    assert {one.dtype for one in done.weights.values()} == {torch.bfloat16}
+    assert difference(done.weights, {name: one.bfloat16() for name, one in saved.items()}) == 0
+    assert json.loads((done.folder / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model").dtype == torch.bfloat16
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+FORK = f"""
+import functools, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from samerun.run import export
+CHANGE
+sys.exit(train.main())
+"""
+SMALL_FILES = "export.split_torch_state_dict_into_shards = functools.partial(\
+export.split_torch_state_dict_into_shards, max_shard_size=30_000)"
+IN_A_PIPELINE = "--model.pipeline_ranks", 2
+LAYOUTS = {  # Kind of model, launcher file, processes, sizes for Accelerate, settings.
+    "DDP": ("llama", "multi_gpu", 2, {}, ()),
+    "FSDP2": ("qwen3_moe", "fsdp2", 3, {}, ()),
+    "experts": ("qwen3_moe", "fsdp2", 4, {}, ("--model.expert_ranks", 2)),
+    "pipeline": ("qwen3_moe", "fsdp2", 4, {}, IN_A_PIPELINE),
+    "pipeline, tensor": ("qwen3", "multi_gpu", 4, {"TP": 2}, IN_A_PIPELINE),
+    "tied, all": ("qwen3", "fsdp2", 8, {"TP": 2}, (*IN_A_PIPELINE, "--batch.max_micro_batch_size", 3)),
+}
+QUICK = "FSDP2", "pipeline, tensor"
+
+
+def config_of(folder: Path, kind: str) -> dict:
+    config = tiny_config(folder)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 3, 0
+    config["batch"]["max_micro_batch_size"] = 2
+    config["data"]["eval_source"] = None
+    model = family(kind, tie_word_embeddings=True)
+    model.save_pretrained(folder / "family")
+    config["model"]["pretrained"] = str(folder / "family")
+    return config
+
+
+def on_layout(folder: Path, config: dict, layout: str, change: str, *overrides, **more) -> Done:
+    _, launcher, processes, sizes, settings = LAYOUTS[layout]
+    script = folder / "fork.py"
+    script.write_text(FORK.replace("CHANGE", change))
+    more |= {"env": {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}}
+    more |= {"options": ("--mixed_precision", "no"), "script": (ROOT / "tests" / "wrapper_cpu_as_gpu.py", script)}
+    how = {"launcher": launcher, "processes": processes, "warm": True, "timeout": 600} | more
+    return launch(folder, config, *settings, *overrides, **how)
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_every_layout_writes_the_same_model(tmp_path, layout):
+    """In several files and, rounding aside, with the weights and the logits of one process."""
+    config = config_of(tmp_path, LAYOUTS[layout][0])
+    done = on_layout(tmp_path, config, layout, SMALL_FILES)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model.save_pretrained(tmp_path / "theirs")
+    assert len(contents(done.folder / "model")) > 4  # Most ranks have one to write.
+    assert_divided(done.folder / "model", 30_000)
+    assert_same_weights(done.folder / "model", tmp_path / "theirs")
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(one.folder / "model")
+    assert difference(model.state_dict(), expected.state_dict()) < 1e-5
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+    assert contents(one.folder / "model").keys() == {"model.safetensors"}
+
+
+def test_a_kill_in_the_middle_leaves_the_old_model(tmp_path):
+    """The launch after it exports."""
+    config = config_of(tmp_path, "qwen3_moe")
+    before = run(tmp_path, config)
+    old = contents(before.folder / "model")
+    (before.folder / "status.json").unlink()
+    kill = """
+write = export.SafetensorsFile.write
+def killed(self, name, tensor):
+    write(self, name, tensor)
+    if int(os.environ["RANK"]) == 1 and "layers.2" in name:
+        os.kill(os.getpid(), signal.SIGKILL)
+export.SafetensorsFile.write = killed
+"""
+    settings = "--run.max_steps", 5
+    on_layout(tmp_path, config, "FSDP2", SMALL_FILES + kill, *settings, expect=None)
+    assert before.status["status"] != "finished" and before.checkpoints[-1] == "step-00000005"
+    assert list((before.folder / ".model.tmp").glob("*.safetensors"))
+    now = contents(before.folder / "model")
+    assert difference(now["model.safetensors"], old["model.safetensors"]) == 0
+    done = run(tmp_path, config, *settings)
+    assert difference(done.weights, old["model.safetensors"]) > 1e-4
+    assert not (before.folder / ".model.tmp").exists()
+
+
+# --export -------------------------------------------------------------------------------------------------------------
+
+
+def exported(done: Done, config: dict, folder: Path, which: str, *more, expect: int = 0) -> Done:
+    """--export by main(argv), into folder/out."""
+    return run(folder, config, "--export", which, "--to", folder / "out", *more, expect=expect)
+
+
+def assert_same_model(some: Path, other: Path) -> None:
+    """All that is in the two folders is the same, byte by byte but for the order of names."""
+    assert {path.name for path in some.iterdir()} == {path.name for path in other.iterdir()}
+    assert_same_files(some, other)
+    for path in some.glob("*.json"):
+        if path.name != "model.safetensors.index.json":
+            assert json.loads(path.read_text()) == json.loads((other / path.name).read_text()), path.name
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "new", "tied", "mixture", "bf16", "chat"])
+def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, kind):
+    """File by file, from a pretrained or a new model, with tied weights, experts, and tokens that are new to it."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    if kind == "new":
+        config["model"] = {"architecture": {"model_type": "llama"} | {k: v for k, v in SHAPE.items() if v is not None}}
+    elif kind == "tied":
+        config["model"]["pretrained"] = str(tiny_model(tmp_path / "tied", learned_positions=True))
+    elif kind == "mixture":
+        config |= {"model": config_of(tmp_path, "qwen3_moe")["model"]}
+    elif kind == "bf16":
+        family("llama").bfloat16().save_pretrained(tmp_path / "bf16")
+        config["model"]["pretrained"] = str(tmp_path / "bf16")
+    elif kind == "chat":
+        chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 12
+        config["data"] = {"path": str(write_rows(tmp_path / "chats", [{"messages": chat} for chat in chats]))}
+        config["data"] |= {"format": "chat", "tokenizer": "bytes", "special_tokens": ["</turn>"], "packing": "none"}
+        config["data"] |= {"sequence_length": 32, "chat_template": str(tmp_path / "template.jinja")}
+        template = (ROOT / "configs" / "chat_template.jinja").read_text().replace("<|im_end|>", "</turn>")
+        (tmp_path / "template.jinja").write_text(template)
+    done = run(tmp_path, config)
+    output = exported(done, config, tmp_path, "last").output
+    assert "step-00000002" in output and str(tmp_path / "out") in output
+    assert_same_model(tmp_path / "out", done.folder / "model")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A run of 6 steps with a checkpoint of each 2nd, in which the first evaluation is the best."""
+    folder = tmp_path_factory.mktemp("kept")
+    config = tiny_config(folder)
+    noise = make_rows([24, 24], seed=9)
+    config["data"]["path"] = str(write_rows(folder / "noise", noise))
+    config["batch"]["global_batch_size"] = 2
+    config["optim"] |= {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.05}
+    config["run"] |= {"max_steps": 12, "save_every": 4, "eval_every": 4, "keep_best": True, "keep_checkpoints": 2}
+    return config, run(folder, config)
+
+
+@pytest.mark.parametrize("which", ["8", "last", "best"])
+def test_which_checkpoint(kept, tmp_path, which):
+    """From checkpoints of 2 processes, too, which have a part each."""
+    config, done = kept
+    manifest = json.loads((done.folder / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+    names = {"8": "step-00000008", "last": "step-00000012", "best": manifest["best_checkpoint"]}
+    settings = "--run.output_dir", done.folder
+    exported(done, config, tmp_path, which, *settings)
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert difference(ours, checkpoint_weights(done, int(names[which][5:]))) == 0
+    if which == "best":
+        assert_same_model(tmp_path / "out", done.folder / "model")
+
+
+def test_without_a_name_the_model_is_beside_that_of_the_run(kept, tmp_path):
+    config, done = kept
+    code = run(tmp_path, config, "--run.output_dir", done.folder, "--export", "8", "--run.export_dtype", "float16")
+    folder = done.folder / "model-step-00000008"
+    assert str(folder) in code.output and "float16" in code.output
+    [weights] = contents(folder).values()
+    assert {one.dtype for one in weights.values()} == {torch.float16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--export", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
+        (("--export", "first"), "--export first: give best, last, or the number of a step"),
+        (("--export",), "command line: .*expected one argument"),
+        (("--to", "out"), "--to and --merge go with --export"),
+        (("--export", "last", "--merge"), "--merge: needs model.lora"),
+        (("--export", "last", "--plan", "2"), "give one of --plan, --prepare and --export"),
+        (("--export", "last", "--run.output_dir", "nothing"), "nothing/checkpoints has no checkpoint"),
+        (("--export", "last", "--to", "{ROOT}"), "--to: .* is there, and holds no model"),
+        (("--export", "last", "--model.lora", "{r: 2}"), "has model.lora"),
+        (("--export", "last", "--data.tokenizer", "{ROOT}"), "data.tokenizer .*: cannot load"),
+    ],
+)
+def test_refused(kept, tmp_path, words, message):
+    config, done = kept
+    words = [word.replace("{ROOT}", str(ROOT)) for word in words]
+    given = [] if "--run.output_dir" in words else ["--run.output_dir", str(done.folder)]
+    output = run(tmp_path, config, *given, *words, expect=2).output
+    assert re.search(message, output) and output.count("error:") == 1 and "Traceback" not in output
+    assert not list(done.folder.glob(".*.tmp"))
+
+
+def test_another_model_is_refused(kept, tmp_path):
+    """Even where no setting tells: its files have changed."""
+    config, done = kept
+    other = tmp_path / "other"
+    family("llama", num_hidden_layers=1).save_pretrained(other)
+    for path in (done.folder / "checkpoints").glob("step-*/manifest.json"):
+        assert json.loads(path.read_text())["config"]["model.pretrained"] == config["model"]["pretrained"]
+    more = "--run.output_dir", done.folder
+    output = exported(done, config, tmp_path, "last", *more, "--model.pretrained", other, expect=2).output
+    assert re.search("has model.pretrained: .*, and the config", output)
+    start, saved = Path(config["model"]["pretrained"]), tmp_path / "saved"
+    start.rename(saved)
+    other.rename(start)
+    output = exported(done, config, tmp_path, "last", *more, expect=2).output
+    start.rename(other)
+    saved.rename(start)
+    assert re.search(r"is of another model: only the checkpoint has model\.layers\.1\.", output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kill_while_a_checkpoint_is_exported_leaves_the_old_model(kept, tmp_path):
+    config, done = kept
+    more = "--run.output_dir", done.folder
+    exported(done, config, tmp_path, "8", *more)
+    old = load_file(tmp_path / "out" / "model.safetensors")
+    script = tmp_path / "fork.py"
+    kill = "export.SafetensorsFile.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)"
+    script.write_text(FORK.replace("CHANGE", kill))
+    to = "--export", "last", "--to", tmp_path / "out", *more
+    launch(tmp_path, config, *to, processes=None, script=script, warm=True, expect=-signal.SIGKILL)
+    assert difference(load_file(tmp_path / "out" / "model.safetensors"), old) == 0
+    exported(done, config, tmp_path, "last", *more)
+    assert difference(load_file(tmp_path / "out" / "model.safetensors"), checkpoint_weights(done, 12)) == 0
+    assert not list(tmp_path.glob(".out*"))
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+ADAPTERS = {
+    "matrices": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
+    "whole modules": {"r": 2, "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "embeddings": {"r": 2, "target_modules": ["embed_tokens", "q_proj"]},
+}
+
+
+@pytest.mark.parametrize("kind", [*ADAPTERS, "new tokens", "new tokens, tied"])
+def test_an_adapter_and_its_merger(tmp_path, kind):
+    """The adapter is that of the run, byte by byte. Merged, it has the logits that peft computes with both."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 3, 0
+    config["optim"]["learning_rate"] = 0.05
+    if kind in ADAPTERS:
+        config["model"]["lora"] = ADAPTERS[kind]
+    else:
+        start = tiny_model(tmp_path / "other", learned_positions="tied" in kind)
+        config["model"] = {"pretrained": str(start), "lora": {"r": 2, "target_modules": "all-linear"}}
+        (tmp_path / "a.txt").write_text("A text about nothing. " * 40)
+        config["data"] |= {"path": None, "files": str(tmp_path / "a.txt"), "format": "text", "packing": "concat"}
+        config["data"] |= {"special_tokens": ["<new>"], "eval_source": None}
+        config["data"]["parse_special_tokens"] = True
+        config["batch"]["global_batch_size"] = 4
+    done = run(tmp_path, config)
+    exported(done, config, tmp_path, "last")
+    ours, theirs = (folder / "adapter_model.safetensors" for folder in (tmp_path / "out", done.folder / "model"))
+    assert difference(load_file(ours), load_file(theirs)) == 0
+    for name in "adapter_config.json", "tokenizer.json":
+        assert (tmp_path / "out" / name).read_text() == (done.folder / "model" / name).read_text()
+
+    output = run(tmp_path, config, "--export", "last", "--merge").output
+    merged = done.folder / "model-step-00000003-merged"
+    assert str(merged) in output and not (merged / "adapter_config.json").exists()
+    both = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model").eval()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and type(model).__name__ != "PeftModel"
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, both(input_ids=ids).logits, rtol=0, atol=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    assert (model(ids).logits[..., :VOCABULARY] - base(ids).logits).abs().max() > 1e-3
+
+
+def test_an_adapter_beside_weights_in_bf16(tmp_path):
+    """Merged in bf16, as the model below it is: within the rounding of bf16, twice."""
+    config = tiny_config(tmp_path)
+    start = Path(config["model"]["pretrained"])
+    transformers.AutoModelForCausalLM.from_pretrained(start).bfloat16().save_pretrained(start)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 3, 0
+    config["optim"]["learning_rate"] = 0.05
+    config["model"] |= {"dtype": "bfloat16", "lora": {"r": 4}}
+    done = run(tmp_path, config)
+    run(tmp_path, config, "--export", "last", "--merge", "--to", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapter = load_file(done.folder / "model" / "adapter_model.safetensors")
+    base = load_file(start / "model.safetensors")
+    assert {one.dtype for one in [*merged.values(), *adapter.values()]} == {torch.bfloat16}
+    saved = checkpoint_weights(done, 3)
+    name = "model.layers.1.self_attn.q_proj"
+    up, down = (saved[f"base_model.model.{name}.lora_{part}.default.weight"] for part in "BA")
+    expected = base[f"{name}.weight"].float() + (8 / 4) * up @ down  # lora_alpha is 8.
+    assert (expected - base[f"{name}.weight"].float()).abs().max() > 0.01
+    torch.testing.assert_close(merged[f"{name}.weight"].float(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])

@@ -1,0 +1,174 @@
+"""A run is one curve in each tracker, also after a kill and on another number of processes."""
+
+import json
+import os
+import re
+import signal
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers import Done, launch, run, tiny_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+KILL_AFTER = 7  # Steps. The last checkpoint before that is of step 5.
+ENDED = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+import train
+def log(setup, progress, *more, log=train.log):
+    log(setup, progress, *more)
+    if progress.step == {KILL_AFTER} and "KILL" in os.environ:
+        while not (setup.folder.checkpoints / "step-00000005").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), int(os.environ["KILL"]))
+train.log = log
+sys.exit(train.main())
+"""
+
+
+def config_of(folder: Path, *trackers: str) -> dict:
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": 10, "save_every": 5, "trackers": list(trackers), "output_dir": str(folder / "a run")}
+    return config
+
+
+def ended_and_continued(folder: Path, config: dict, env: dict, number: signal.Signals = signal.SIGKILL) -> Done:
+    """A run on one process that gets a signal some steps after its checkpoint, and goes on on two."""
+    script = folder / "ended.py"
+    script.write_text(ENDED)
+    how = {"script": script, "warm": True}
+    expect = -number if number == signal.SIGKILL else 0
+    launch(folder, config, env=env | {"KILL": str(int(number))}, **how, processes=None, expect=expect)
+    done = launch(folder, config, env=env, **how, processes=2)
+    assert done.launches == [0, 5 if number == signal.SIGKILL else 7]
+    return done
+
+
+def assert_one_curve(points: list[tuple[int, float]], done: Done) -> None:
+    """Each step once, with the value of metrics.jsonl."""
+    assert [step for step, _ in points] == list(range(1, 11))
+    assert [value for _, value in points] == pytest.approx(done.losses, rel=1e-5)
+
+
+def test_tensorboard(tmp_path):
+    """One folder with the name of the run, and nothing beside it. The steps that the kill has discarded are dropped."""
+    done = ended_and_continued(tmp_path, config_of(tmp_path, "tensorboard"), {})
+    board = done.folder / "tensorboard"
+    assert [path.name for path in board.iterdir()] == ["a run"]
+    files = list((board / "a run").iterdir())
+    assert len(files) == 2 and all(path.name.startswith("events.out.tfevents.") for path in files)
+    events = EventAccumulator(str(board / "a run")).Reload()
+    assert_one_curve([(event.step, event.value) for event in events.Scalars("train/loss")], done)
+    assert "config/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_wandb(tmp_path, number):
+    """Offline, where each launch leaves a folder, which `wandb sync` joins by the id of the run. The second one goes on
+    at the step after the checkpoint. What a killed launch had not yet written is lost, which is W&B's own."""
+    config = config_of(tmp_path, "wandb")
+    config["run"]["tracker_options"] = {"wandb": {"tags": ["first"], "notes": "to be tested"}}
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    done = ended_and_continued(tmp_path, config, env, number)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    run_id = json.loads((done.folder / "trackers.json").read_text())["id"]
+    assert len(folders) == 2 and all(folder.name.endswith(run_id) for folder in folders)
+    first, second = (read_wandb(folder / f"run-{run_id}.wandb") for folder in folders)
+    assert second[0] == {"id": run_id, "name": "a run", "tags": ["first"]}
+    if number == signal.SIGTERM:
+        assert first[0] == second[0]
+        assert_one_curve(first[1] + second[1], done)
+    else:
+        assert [step for step, _ in second[1]] == [6, 7, 8, 9, 10]
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Those of a .wandb file: a header of 7 bytes, then a log in LevelDB's format, in blocks of 32 KiB.
+
+    A record has one or several pieces, each with a checksum, its length and its kind: 1 all, 2 the first, 3 a middle
+    one, 4 the last.
+    """
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:  # Too little for a piece.
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def read_wandb(path: Path) -> tuple[dict, list[tuple[int, float]]]:
+    """Who the run of a file is, and its (step, loss)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    identity, points = {}, []
+    for data in records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run" and not identity:
+            run_of = record.run
+            identity = {"id": run_of.run_id, "name": run_of.display_name, "tags": list(run_of.tags)}
+        if record.WhichOneof("record_type") == "history":
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "train/loss" in values:
+                points.append((json.loads(values["_step"]), json.loads(values["train/loss"])))
+    return identity, points
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
+def test_mlflow(tmp_path, monkeypatch):
+    """In a file. It keeps both values of a step that was done twice, and they are the same. A setting that may change
+    does, which MLflow would refuse to note for a run that has begun."""
+    config = config_of(tmp_path, "mlflow")
+    config["run"]["tracker_options"] = {"mlflow": {"tags": {"kind": "a test"}}}
+    env = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = ended_and_continued(tmp_path, config, env)
+    more = launch(tmp_path, config, "--run.max_steps", 12, env=env, warm=True, processes=None)
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(tracking_uri=env["MLFLOW_TRACKING_URI"])
+    [experiment] = [one for one in client.search_experiments() if one.name != "Default"]
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == "a run" and found.info.status == "FINISHED" and found.data.tags["kind"] == "a test"
+    assert found.info.run_id == json.loads((done.folder / "trackers.json").read_text())["mlflow"]
+    assert found.data.params["run.max_steps"] == "10"
+    points = {}
+    for metric in client.get_metric_history(found.info.run_id, "train/loss"):
+        points.setdefault(metric.step, []).append(metric.value)
+    assert list(points) == list(range(1, 13)) and len(points[7]) == 2
+    for step, values in points.items():
+        assert values == pytest.approx([more.losses[step - 1]] * len(values), rel=1e-5)
+
+
+def test_options_of_a_tracker_that_is_not_used(tmp_path):
+    config = config_of(tmp_path, "tensorboard")
+    config["run"]["tracker_options"] = {"wandb": {"entity": "me"}}
+    output = run(tmp_path, config, expect=2).output
+    assert re.search("run.tracker_options: 'wandb' is none of run.trackers", output)
+
+
+def test_options_reach_the_tracker(tmp_path):
+    """As the keywords of its class: here, a part of the name of TensorBoard's files."""
+    config = config_of(tmp_path, "tensorboard")
+    config["run"] |= {"max_steps": 5, "tracker_options": {"tensorboard": {"filename_suffix": ".mine"}}}
+    done = run(tmp_path, config)
+    [file] = (done.folder / "tensorboard" / "a run").iterdir()
+    assert file.name.endswith(".mine")
+
+
+def test_an_option_that_does_not_exist(tmp_path):
+    config = config_of(tmp_path, "tensorboard")
+    config["run"] |= {"max_steps": 5, "tracker_options": {"tensorboard": {"no_such": 1}}}
+    output = run(tmp_path, config, expect=2).output
+    assert re.search("error: run.trackers: cannot start one of them; see run.tracker_options: .*no_such", output)
+    assert os.path.exists(tmp_path / "a run" / "status.json")
