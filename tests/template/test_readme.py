@@ -47,7 +47,6 @@ ELSEWHERE = {
     "paste <(grep": "test_the_same_run_on_one_and_on_two_processes",
     "export ACCELERATE_MIXED_PRECISION": "tests/test_elastic.py::test_a_node_is_lost_and_comes_back",
     "python -c 'import signal;": "tests/test_elastic.py::test_meeting_point_elsewhere",
-    "python -c 'import peft": "tests/test_finetune.py::test_lora_export_is_the_trained_model",
     "python tests/template/features.py": "tests/template/test_delete.py::test_the_run_is_the_same_without",
     "#!/bin/bash": "test_slurm_script",
 }
@@ -204,7 +203,8 @@ def test_other_commands_of_python(command, capsys):
     """A benchmark has the options that its command gives. Tests of their own start the quick ones."""
     _, script, *words = shlex.split(command)
     if script == "train.py":
-        not_here = {"--plan", "--optim.schedule", "--prepare"}  # The last one needs the Hub, see test_prepare.py.
+        not_here = {"--plan", "--optim.schedule"}
+        not_here |= {"--prepare", "--export"}  # They need the Hub, or a run: see test_prepare.py and test_export.py.
         assert not words or not_here & set(words) or train.main(words) == 0
         return
     source = (ROOT / script).read_text()
