@@ -118,7 +118,7 @@ CASES = {
     "PP x CP x FSDP2": ("tied", 8, layout(FSDP2, pp=2, cp=2), ()),
     "PP x SP x FSDP2": ("llama", 8, layout(FSDP2, pp=2, sp=2), INTERLEAVED),
     "PP x HSDP": ("tied", 8, layout(FSDP2, pp=2, dp_replicate=2), ()),
-    "experts x HSDP": ("experts", 8, layout(FSDP2, dp_replicate=2, ep=2), ()),
+    "experts x HSDP": ("experts", 8, layout(FSDP2, dp_replicate=2, ep=2), ("--batch.max_micro_batch_size", 1)),
     "PP x FSDP2 x TP x experts": ("tied experts", 8, layout(FSDP2, pp=2, tp=2, ep=4), ()),
     "experts x PP x CP": ("experts", 8, layout(FSDP2, pp=2, cp=2, ep=2), INTERLEAVED),
     "PP x CP x TP": ("tied", 8, layout(DDP, pp=2, cp=2, tp=2), ()),

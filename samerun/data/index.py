@@ -52,7 +52,10 @@ class IndexWriter:
         self.packing = packing
         self.length = length
         self.columns = columns  # input_ids and, if there are any, labels, or what their columns are called.
-        self.tokens = self.pieces = self.rows = self.targets = 0  # So far.
+        self.tokens = 0  # So far, as the next three.
+        self.pieces = 0
+        self.rows = 0
+        self.targets = 0
         self.tokens_seen = 0  # By all tokens together, if each sees its whole piece.
         self.lowest_id = self.lowest_label = self.highest = 0
         self.extents = []

@@ -162,7 +162,11 @@ class Parallelism:
         broadcast_object_list(whole)
         with patched(self.accelerator, "native_amp", False):
             self.divide(small, is_exact=True)
-            divided = self.try_out_divided(small, forward_backward)
+            fails = f"launch: divided as {layout}, no pass of this {kind} works; take FSDP2"
+            if layout.tp > 1:
+                fails = f"{layout.setting('tp')}: must divide the attention heads and the key heads of this {kind}"
+            with as_user_error(fails):
+                divided = self.try_out_divided(small, forward_backward)
         other = first_difference(whole[0], divided)
         require(not other, f"launch: divided as {layout}, a {kind} computes another {other}; take FSDP2")
 

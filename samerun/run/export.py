@@ -95,7 +95,7 @@ def new_folder(draft: Path) -> None:
     """In place of one that a killed process has left."""
     if os.path.lexists(draft):
         delete(draft)
-    draft.mkdir(parents=True)
+    draft.mkdir(parents=True, exist_ok=True)
 
 
 # The files of a model -------------------------------------------------------------------------------------------------

@@ -277,7 +277,6 @@ def shared_rows(house: House) -> None:
 def tensor_parallel(house: House) -> None:
     house.drop_statements("layout_of", "whole")
     drop_dimension(house, "tp")
-    house.reword('place(*self.layout.DATA, "tp")', "place(*self.layout.DATA)")
     house.drop_parameter("Parallelism.note_reductions", "partial", [])
     house.reword("    tp            the same rows, and a part of each matrix  parallelism_config_tp_size\n", "")
 

@@ -223,7 +223,7 @@ def test_benchmarks_use_what_train_py_has(file):
 def test_the_same_run_on_one_and_on_two_processes(tmp_path, texts):
     """The comparison of "The batch" finds no difference, and its model writes by the snippet that loads it."""
     [command] = [block for block in blocks("bash") if block.startswith("for n in 1 2;")]
-    [snippet] = blocks("python")
+    [snippet] = [block for block in blocks("python") if "from_pretrained" in block]
     names = ("data.eval_fraction", "data.sequence_length", "eval.prompts", "batch.global_batch_size")
     settings = {name: TINY[name] for name in names} | {"data.files": texts}
     settings |= {f"model.architecture.{name}": value for name, value in SHAPE.items()}
