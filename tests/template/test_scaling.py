@@ -158,4 +158,5 @@ def test_what_really_moves_and_is_held(strategy, accumulation, processes, tied, 
     """CPU processes with four micro-steps; --count does the rest."""
     counted, expected = scaling.count(tmp_path, strategy, accumulation, processes, tied)
     assert (counted.get("gathered", 0), counted["reduced"]) == (expected.gathered, expected.reduced)
-    assert counted["held"] == pytest.approx(expected.held, rel=0.01)
+    # Beside what is expected there are buffers, counts of steps and sums. A gradient or a copy of a matrix is far more.
+    assert counted["held"] == pytest.approx(expected.held, rel=0.01, abs=4096)
