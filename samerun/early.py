@@ -53,8 +53,11 @@ def while_importing(number: int, frame) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Processes that tokenize are ended by theirs. A terminal sends its Ctrl-C to all of them."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Processes that tokenize are ended by theirs. A terminal sends its Ctrl-C to all of them.
+
+    They end by an exception: one that is killed while it holds a lock of the pool would make the parent wait forever.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
