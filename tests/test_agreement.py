@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import helpers
@@ -295,7 +296,8 @@ def test_a_flipped_bit(config, tmp_path, strategy, rank, weight, whose):
 @pytest.mark.slow
 def test_copies_stay_the_same(config, tmp_path):
     """No false alarm: by all strategies that ship, each in its own precision."""
-    for number, strategy in enumerate(helpers.STRATEGIES):
+    here = [name for name in helpers.STRATEGIES if name != "fp8.yaml" or find_spec("torchao")]
+    for number, strategy in enumerate(here):
         (tmp_path / str(number)).mkdir()
         by_strategy(tmp_path / str(number), config, strategy, "--batch.max_micro_batch_size", 2)
 

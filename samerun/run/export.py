@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import gather_object
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -38,15 +39,15 @@ def export_best(setup: Setup, progress: Progress) -> str:
 
 def export_model(setup: Setup) -> None:
     """Write the model into the run folder. Every rank takes part. An older model stays until this one is complete."""
-    folder, meeting, parallel = setup.folder.path / "model", setup.folder.meeting, setup.parallel
+    folder, accelerator, parallel = setup.folder.path / "model", setup.accelerator, setup.parallel
     draft = folder.with_name(".model.tmp")
     is_adapter = setup.config.model.lora is not None
-    if meeting.rank == 0:
+    if accelerator.is_main_process:
         new_folder(draft)
         if not is_adapter:
             write_configs(setup.model, draft, setup.export_dtype)
         write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
-    meeting.gather(None)  # Now all ranks can write into it.
+    accelerator.wait_for_everyone()  # Now all ranks can write into it. A launcher that has ended is not needed here.
     parts = parallel.weights_to_export(setup.model)
     planned = without_storage(parts, setup.export_dtype)
 
@@ -54,14 +55,14 @@ def export_model(setup: Setup) -> None:
         return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
 
     if is_adapter:
-        wanted = {name for names in meeting.gather(names_of_adapter(setup.model)) for name in names}
+        wanted = set(gather_object(names_of_adapter(setup.model)))
         adapter = {name: read(name, {0}) for name in planned if name in wanted}
-        if meeting.rank == 0:
+        if accelerator.is_main_process:
             setup.model.save_pretrained(draft, state_dict=adapter)
     else:
-        write_weights(setup.model, planned, read, draft, meeting.rank, meeting.size)
-    meeting.gather(None)  # Now all files are complete.
-    if meeting.rank == 0:
+        write_weights(setup.model, planned, read, draft, accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()  # Now all files are complete.
+    if accelerator.is_main_process:
         replace_folder(draft, folder)
 
 

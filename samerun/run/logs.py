@@ -46,6 +46,7 @@ def draw_curves(folder: Path) -> None:
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
     rate.set(title="Learning rate", ylim=(0, None))
     figure.savefig(folder / "curves.png", dpi=110)
+    figure.clear()  # Its parts refer to each other, and would stay until they are collected as garbage.
 
 
 def mean_per_target(metrics: dict[str, torch.Tensor], targets: int) -> dict[str, float]:
