@@ -987,7 +987,7 @@ case("override is no yaml", {}, "--data.files", argv=[*CONFIG, "--data.files", "
 case("override below a field", {}, "run.max_steps", "integer", argv=[*CONFIG, "--run.max_steps.more", "3"])
 case("plan without counts", {}, "--plan", argv=[*CONFIG, "--plan"])
 case("plan for no process", {}, "--plan", "at least 1", argv=[*CONFIG, "--plan", "2", "0"])
-case("plan and prepare", {}, "--plan or --prepare", argv=[*CONFIG, "--plan", "2", "--prepare"])
+case("plan and prepare", {}, "one of --plan, --prepare", argv=[*CONFIG, "--plan", "2", "--prepare"])
 case("plan for a word", {}, "many", argv=[*CONFIG, "--plan", "2", "many"])
 case("plan for half a process", {}, "1.5", argv=[*CONFIG, "--plan", "2", "1.5"])
 case(

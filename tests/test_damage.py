@@ -114,7 +114,7 @@ def test_all_checkpoints_damaged(whole, copy, tmp_path):
 
 
 KNOWN = ("config", "step", "skipped_steps", "skipped_in_a_row", "rows", "tokens", "real_tokens", "target_tokens")
-KNOWN += ("evaluated_step", "best_loss", "best_checkpoint", "lowest_loss", "evaluations_in_vain", "files")
+KNOWN += ("evaluated_step", "best_loss", "best_checkpoint", "lowest_loss", "evaluations_in_vain", "own", "files")
 
 
 def test_damaged_fields_of_a_manifest(copy):

@@ -186,7 +186,7 @@ class SafetensorsFile:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         self.file.seek(self.start + self.places.pop(name))
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(self.file)
+        self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
     def close(self) -> None:
         """Return when all of it is on the disk."""
