@@ -150,20 +150,28 @@ def test_what_is_finished_is_told_before_anything_is_built(again, monkeypatch):
     assert "it builds" in run(before.folder.parent, config, expect=1).output
 
 
+def seen_in(figure):
+    """Of each axes, its title and its lines as (style, x, y): a drawn figure is cleared."""
+    seen = []
+    for axes in figure.axes:
+        lines = [(line.get_linestyle(), line.get_xdata(), line.get_ydata()) for line in axes.lines]
+        seen.append((axes.get_title(), lines))
+    return seen
+
+
 def test_curves_show_where_a_run_was_continued(again, monkeypatch):
     """They are drawn at each evaluation, at the end and at a stop, and have the learning rate, too."""
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(seen_in(figure)))
     config, before = again
     tokens = {line["step"]: line["train/tokens"] for line in before.metrics if "train/tokens" in line}
     done = run(before.folder.parent, config, "--run.max_steps", 40, "--run.eval_every", 5, curves=True)
     assert len(drawn) == 3  # Two evaluations and the end.
-    titles = [axes.get_title() for axes in drawn[-1].axes]
+    titles = [title for title, _ in drawn[-1]]
     assert titles == ["Loss", "Throughput while training", "Learning rate"]
-    for axes in drawn[-1].axes:
-        places = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-        assert places == [pytest.approx(tokens[30] / 1e6)]
-    [rates] = [line.get_ydata() for line in drawn[-1].axes[2].lines if line.get_linestyle() == "-"]
+    for _, lines in drawn[-1]:
+        assert [x[0] for style, x, _ in lines if style == ":"] == [pytest.approx(tokens[30] / 1e6)]
+    [rates] = [y for style, _, y in drawn[-1][2][1] if style == "-"]
     assert rates.tolist() == pytest.approx(done.logged("train/learning_rate"))
 
     train_step = train.train_step
