@@ -217,6 +217,11 @@ class Data(Source):
     """Other data to evaluate on: path, name and split, or files. Or several such sources, each under its name."""
 
     @property
+    def has_chats(self) -> bool:
+        """Whether the model learns conversations, maybe as one source of several."""
+        return self.format == "chat" or any(source.format == "chat" for source in (self.sources or {}).values())
+
+    @property
     def eval_sources(self) -> dict[str, Source]:
         """The sources to evaluate on by their names. A single one has the name ""."""
         found = self.eval_source or {}
@@ -238,8 +243,8 @@ class Model(Section):
     """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
     gradient_checkpointing: MayChange[bool] = False
     """Compute activations again in the backward pass. This saves memory and costs time."""
-    chunked_loss: MayChange[bool] = False
-    """Hold the logits of only 768 tokens at a time. With a large vocabulary this saves much memory."""
+    chunked_loss: MayChange[bool | Literal["auto"]] = "auto"
+    """Hold the logits of 768 targets at a time. auto does so for 16,384 tokens or more, if the model allows it."""
     compile: MayChange[Literal["none", "regional", "full"]] = "none"
     """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
     expert_ranks: MayChange[PositiveInt] = 1

@@ -132,6 +132,10 @@ class Meeting:
             self.store.set(read[self.rank], "")
         return values
 
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called it."""
+        self.gather(None)
+
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Each rank does its part; returns what JSON can hold of all. A UserError of any rank is raised by all."""
         done, refusal = None, None

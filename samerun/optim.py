@@ -1,4 +1,4 @@
-"""Which weights decay, which ones Muon takes, and updates that are skipped on the device."""
+"""What build_optimizer(), which is in train.py, stands on: which weights decay, which are for Muon, skipped updates."""
 
 import torch
 

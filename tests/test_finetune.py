@@ -276,6 +276,32 @@ def test_a_chat_model_stops_after_its_turn(chat, tmp_path):
     assert "will not stop" not in done.output
 
 
+def test_conversations_in_a_mixture_stop_as_well(chat, tmp_path):
+    """Whoever loads the model knows where its turn ends, though data.format is that of the other source."""
+    _, config = chat
+    sources = {
+        "chats": {"path": config["data"]["path"], "format": "chat", "weight": 0.5},
+        "texts": {"path": str(write_rows(tmp_path / "texts", [{"text": "Once upon a time."}] * 9)), "weight": 0.5},
+    }
+    data = config["data"] | {"format": "text", "path": None, "sources": sources, "eval_source": None}
+    data["tokenizer"] = other_end(tmp_path / "tokenizer")
+    done = run(tmp_path, config | {"data": data, "eval": {}})
+    stops = transformers.GenerationConfig.from_pretrained(done.folder / "model").eos_token_id
+    assert stops[0] == END
+
+
+def test_a_long_prompt_does_not_hide_what_is_learned(chat, tmp_path):
+    """The first line of a run shows targets, wherever they are."""
+    _, config = chat
+    turns = [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "A short answer."}]
+    path = str(write_rows(tmp_path / "chats", [{"messages": turns}] * 12))
+    data = config["data"] | {"path": path, "sequence_length": 400, "packing": "none", "eval_source": None}
+    model = {"architecture": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32}}
+    model["architecture"] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    done = run(tmp_path, config | {"data": data, "eval": {}, "model": model})
+    assert "In the loss is, for example: 'A short answer.<|im_end|>" in done.output
+
+
 def test_markers_that_are_no_tokens_are_said_and_added(chat, tmp_path):
     _, config = chat
     printable = byte_tokenizer(tmp_path / "tokenizer", None)

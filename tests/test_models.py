@@ -16,8 +16,16 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
+from samerun.meeting import Meeting
 from samerun.model.build import add_lora, build_model, compile_model, flops_per_token, has_known_layers, shapes_weights
-from samerun.model.checks import check_loss, draws_random_numbers, settle_attention, what_leaks
+from samerun.model.checks import (
+    check_chunks,
+    check_loss,
+    draws_random_numbers,
+    settle_attention,
+    settle_chunks,
+    what_leaks,
+)
 from samerun.model.loss import joins_documents, model_inputs
 from samerun.model.tokenizer import use_special_tokens
 
@@ -180,7 +188,8 @@ def test_a_switch_that_only_the_model_knows():
 def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
     model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")
     settle_attention(model, "concat", LOSS_OF)
-    check_loss(model, "concat", True, LOSS_OF)
+    check_loss(model, "concat", LOSS_OF)
+    check_chunks(model, LOSS_OF)
 
 
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
@@ -242,7 +251,7 @@ def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
         found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
         model = build_model(Model(attention="eager", dtype=dtype), found, 0, seed)
         with contextlib.nullcontext() if name == "mistral" else pytest.raises(UserError, match="use none"):
-            check_loss(model, "concat", False, LOSS_OF)
+            check_loss(model, "concat", LOSS_OF)
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -354,7 +363,7 @@ def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     for compiled in ("none", kind):
         settings = Model(compile=compiled, chunked_loss=True)
         model = build_model(settings, found, 0, seed=3)
-        compile_model(model, settings, "none")
+        compile_model(model, settings, "none", chunked=True)
         losses.append(pass_of(model, chunked=True)[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs and losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -410,11 +419,13 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
             outputs.logits = outputs.logits * 2
         return outputs
 
-    check_loss(model, "concat", True, LOSS_OF)
+    always, auto = Model(chunked_loss=True), Model()
+    monkeypatch.setattr("samerun.model.loss.LARGE_VOCABULARY", 97)
+    assert settle_chunks(model, always, Meeting(1), LOSS_OF) and settle_chunks(model, auto, Meeting(1), LOSS_OF)
     monkeypatch.setattr(model, "forward", with_more)
-    check_loss(model, "concat", False, LOSS_OF)
     with pytest.raises(UserError, match="model.chunked_loss: a llama .* use false"):
-        check_loss(model, "concat", True, LOSS_OF)
+        settle_chunks(model, always, Meeting(1), LOSS_OF)
+    assert not settle_chunks(model, auto, Meeting(1), LOSS_OF)
     assert model.forward is with_more and model.model is model.get_decoder()
 
 
@@ -603,7 +614,7 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
     settings = Model(compile="regional")
     model = build_model(settings, found, 0, seed=3)
-    compile_model(model, settings, packing)
+    compile_model(model, settings, packing, chunked=False)
     rng = np.random.default_rng(0)
 
     def run_some(passes: int) -> None:

@@ -81,6 +81,6 @@ def turn_to_load_data(meeting: Meeting):
         lock = data_lock()
         if meeting.rank == 0:  # It goes first, because it alone can tell how far it is.
             turn.enter_context(take_at_once(lock))
-        meeting.gather(None)
+        meeting.wait_for_all()
         turn.enter_context(lock or nullcontext())
         yield

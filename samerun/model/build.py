@@ -192,12 +192,12 @@ def train_in_float32(model: torch.nn.Module) -> None:
                 trained.register_forward_hook(after)
 
 
-def compile_model(model: torch.nn.Module, config: Model, packing: str) -> None:
+def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: bool) -> None:
     """Have torch compile the model at its first pass, in place, so that the names of the weights stay as they are."""
     # Rows of any length get code for all lengths at once. Otherwise the second length would be compiled anew.
     dynamic = None if packing == "concat" else True
     if config.compile == "full":
-        whole = model.get_decoder() if config.chunked_loss else model
+        whole = model.get_decoder() if chunked else model
         whole.compile(dynamic=dynamic)
     if config.compile == "regional":
         for module in model.modules():

@@ -8,30 +8,39 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from samerun.config import Config
+from samerun.config import Config, Model
 from samerun.data.batches import MicroBatch, collate
-from samerun.errors import as_user_error, require, say
+from samerun.errors import UserError, as_user_error, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import vocabulary_size
-from samerun.model.loss import joins_documents, model_inputs
+from samerun.model.loss import joins_documents, model_inputs, wants_chunks
 from samerun.plan import Stage
 
 
 def check_model(model: torch.nn.Module, config: Config, meeting: Meeting, loss_of: Callable) -> None:
-    """Raises UserError if a token sees what it must not, or if packing or chunks change the loss.
+    """Raises UserError if a token sees what it must not, or if packing changes the loss.
 
     The main process tries it out, and settles on the attention for all ranks.
     """
-    can_be_tried = model.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)  # Others need a GPU.
-    if meeting.rank == 0 and can_be_tried:
+    if meeting.rank == 0 and can_be_tried(model):
         settle_attention(model, config.data.packing, loss_of)
-        check_loss(model, config.data.packing, config.model.chunked_loss, loss_of)
+        check_loss(model, config.data.packing, loss_of)
     settled = meeting.gather(model.config._attn_implementation)[0]
     if settled != model.config._attn_implementation:
         model.set_attn_implementation(settled)
     if config.model.attention == "sdpa" and not joins_documents(model):
         say(f"Rows are padded, because a {model.config.model_type} does not keep documents apart in a single row.")
+
+
+def can_be_tried(model: torch.nn.Module) -> bool:
+    """Whether the model's attention works on a CPU, where it is tried before the ranks get their parts."""
+    return model.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)
+
+
+def way_to_try(model: torch.nn.Module) -> str:
+    """The model's attention, or one that works on a CPU for what does not depend on it."""
+    return model.config._attn_implementation if can_be_tried(model) else "eager"
 
 
 @torch.no_grad()
@@ -41,9 +50,7 @@ def draws_random_numbers(model: torch.nn.Module) -> bool:
     The loss alone would not tell: at first, a LoRA adapter adds nothing, whatever its dropout is. Some models draw
     numbers and do nothing with them, such as those that leave out no layers by a chance of 0.
     """
-    can_be_tried = model.config._attn_implementation in ("sdpa", "eager", DOCUMENTS)
-    way = model.config._attn_implementation if can_be_tried else "eager"  # Others need a GPU.
-    with torch.random.fork_rng(devices=[]), attention(model, way):
+    with torch.random.fork_rng(devices=[]), attention(model, way_to_try(model)):
         before = torch.get_rng_state()
         first = sums_inside(model)
         if torch.equal(before, torch.get_rng_state()):
@@ -191,20 +198,43 @@ def is_same_loss(model: torch.nn.Module, one: float, other: float) -> bool:
     return abs(one - other) <= max(1e-5, torch.finfo(model.dtype).eps / 10) * abs(other)
 
 
-def check_loss(model: torch.nn.Module, packing: str, chunked: bool, loss_of: Callable) -> None:
-    """Raises UserError if packing or chunks change the loss of this model."""
-    name = model.config.model_type
+def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
+    """Raises UserError if packing changes the loss of this model."""
+    if packing == "none":
+        return
     row = probe_row(vocabulary_size(model), packed=True)
-    apart = [row[:, :4], row[:, 4:]]
-    expected = probe_loss(model, apart, loss_of)
-    if packing != "none":
-        same = is_same_loss(model, probe_loss(model, [row], loss_of), expected)
-        require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
-    if chunked:
-        refusal = f"model.chunked_loss: a {name} computes its logits from more than the states of its layers; use false"
+    expected = probe_loss(model, [row[:, :4], row[:, 4:]], loss_of)
+    same = is_same_loss(model, probe_loss(model, [row], loss_of), expected)
+    name = model.config.model_type
+    require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
+
+
+def settle_chunks(model: torch.nn.Module, config: Model, meeting: Meeting, loss_of: Callable) -> bool:
+    """Whether the loss is computed in chunks, see model.chunked_loss. The main process tries it out for all ranks.
+
+    Raises UserError if chunks are asked for and change the loss.
+    """
+    chunked = wants_chunks(config, vocabulary_size(model))
+    if meeting.rank == 0 and chunked:
+        try:
+            check_chunks(model, loss_of)
+        except UserError:
+            if config.chunked_loss is True:
+                raise
+            chunked = False
+    return meeting.gather(chunked)[0]
+
+
+def check_chunks(model: torch.nn.Module, loss_of: Callable) -> None:
+    """Raises UserError if chunks change the loss of this model."""
+    row = probe_row(vocabulary_size(model), packed=True)
+    apart, name = [row[:, :4], row[:, 4:]], model.config.model_type
+    refusal = f"model.chunked_loss: a {name} computes its logits from more than the states of its layers; use false"
+    with attention(model, way_to_try(model)):
+        expected = probe_loss(model, apart, loss_of)
         with as_user_error(refusal):
             same = is_same_loss(model, probe_loss(model, apart, loss_of, chunked=True), expected)
-        require(same, refusal)
+    require(same, refusal)
 
 
 def check_rope(model: torch.nn.Module, stages: list[Stage], sequence_length: int) -> None:

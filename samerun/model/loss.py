@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, of all its logits at once or in chunks."""
+"""What applies token_loss(), which is in train.py, to a micro-batch: to all its logits at once or in chunks."""
 
 import functools
 from collections.abc import Callable
@@ -9,10 +9,19 @@ import numpy as np
 import torch
 import transformers
 
+from samerun.config import Model
 from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
+LARGE_VOCABULARY = 16_384  # From here on, this is faster than all logits at once.
+
+
+def wants_chunks(config: Model, vocabulary: int) -> bool:
+    """Whether the loss is to be computed in chunks, if the model allows it."""
+    if config.chunked_loss != "auto":
+        return config.chunked_loss
+    return vocabulary >= LARGE_VOCABULARY and config.compile != "full"  # That compiles the whole loss.
 
 
 def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     if config.chat_template:
         with as_user_error(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
             tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
-    elif config.format == "chat" or any(source.format == "chat" for source in (config.sources or {}).values()):
+    elif config.has_chats:
         take_training_template(tokenizer)
     set_variables(tokenizer, config.chat_template_kwargs or {})
     return tokenizer

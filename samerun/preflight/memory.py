@@ -1,7 +1,6 @@
 """What a device holds: weights, optimizer, and activations from a pass that is traced without storage."""
 
 import copy
-import functools
 import math
 import os
 import weakref
@@ -19,8 +18,8 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
 from samerun.errors import require
-from samerun.model.build import build_model, number_of_experts
-from samerun.model.loss import compute_loss, joins_documents
+from samerun.model.build import build_model, number_of_experts, vocabulary_size
+from samerun.model.loss import compute_loss, joins_documents, wants_chunks
 from samerun.optim import hidden_matrices
 from samerun.parallel.layout import check_combination, layout_of
 from samerun.parallel.mesh import check_divisible
@@ -50,7 +49,6 @@ class PlannedLaunch:
         limit = config.batch.max_micro_batch_size
         if limit == "auto":  # As if each device could hold all its rows at once.
             limit = max(rows for _, rows in config.batch_stages())
-        self.loss_of = functools.partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)
         self.stages = plan_stages(config, limit, num_processes, num_processes // self.layout.data_parallel_size)
 
     def changed(self, settings: dict[str, Any]) -> "PlannedLaunch":
@@ -185,6 +183,7 @@ def trace_pass(
     Of each new gradient, the share `growth` stays in memory. It is 0 if there was memory for it before.
     """
     in_bf16 = launch.precision == "bf16"
+    chunked = wants_chunks(config.model, vocabulary_size(model))
     joined = joins_documents(model)
     batch = collate([longest_row(config.data, joined)] * rows, torch.device("cpu"), joined)
     if launch.layout.row_ranks > 1:
@@ -219,7 +218,7 @@ def trace_pass(
                 parameter.register_post_accumulate_grad_hook(keep_share)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-                loss, _ = launch.loss_of(model, batch)
+                loss, _ = compute_loss(model, batch, launch.token_loss, chunked)
             loss.backward()
         leave("layers")
     return PassMemory(saved[0], peaks["layers"], peaks["head"])

@@ -21,7 +21,7 @@ from samerun.run.launch import StopSignal, go_offline_without_network, silence_l
 
 def prepare(config: Config) -> None:
     """What --prepare does: all of a launch that needs the network or much time, without a device or weights."""
-    StopSignal().interrupt()
+    StopSignal().raise_at_signals()
     silence_libraries()
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)

@@ -206,7 +206,7 @@ def write_configs(model: transformers.PreTrainedModel, folder: Path, dtype: torc
 
 
 def write_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config, folder: Path) -> None:
-    if config.data.format == "chat":
+    if config.data.has_chats:
         model.generation_config.save_pretrained(folder)  # An adapter does not save it.
     if tokenizer:
         tokenizer.save_pretrained(folder)

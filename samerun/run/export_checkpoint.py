@@ -36,7 +36,7 @@ from samerun.run.launch import StopSignal, go_offline_without_network, silence_l
 
 def export_checkpoint(config: Config, asked: Export) -> None:
     """Write a checkpoint of the run as a model. A model that is there already stays until the new one is complete."""
-    StopSignal().interrupt()
+    StopSignal().raise_at_signals()
     silence_libraries()
     require(Meeting(1).size == 1, "--export: one process does it; start it as python train.py")
     is_adapter = config.model.lora is not None
@@ -185,7 +185,7 @@ def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
 def use_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config) -> None:
     """What a run lets the model know of its tokenizer."""
     use_special_tokens(model, tokenizer, config)
-    if config.data.format == "chat":
+    if config.data.has_chats:
         stop_after_turns(model, tokenizer)
 
 

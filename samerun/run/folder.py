@@ -99,7 +99,7 @@ class RunFolder:
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-        self.meeting.gather(None)  # Now the main process has the lock.
+        self.meeting.wait_for_all()  # Now the main process has the lock.
         self.meeting.together(self.check_shared)
         return find_checkpoint(resume, self.checkpoints, self.meeting)
 

@@ -44,13 +44,13 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignal:
-    """What to do when a signal comes. From join() on, it stops all ranks after the same step."""
+    """What to do when a signal comes. From stop_after_steps() on, it stops all ranks after the same step."""
 
     requested = ""  # The name of the signal. It is the process's, as signals are.
 
     def __init__(self):
         StopSignal.requested = ""
-        self.interrupts = self.joined = False
+        self.raises = self.finishes_steps = False
         self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
         self.group: dist.ProcessGroup | None = None
         self.launcher = os.getppid()
@@ -62,15 +62,15 @@ class StopSignal:
         for number in early.earlier_signals:
             StopSignal.requested = signal.Signals(number).name
 
-    def interrupt(self) -> None:
+    def raise_at_signals(self) -> None:
         """From now on a signal raises Stopped at once. So does one that has come before."""
-        self.interrupts = True
+        self.raises = True
         if self.requested:
             raise Stopped(self.requested)
 
-    def join(self, accelerator: Accelerator) -> None:
+    def stop_after_steps(self, accelerator: Accelerator) -> None:
         """From now on a signal only makes all ranks stop when agreed() asks for it."""
-        self.interrupts, self.joined = False, True
+        self.raises, self.finishes_steps = False, True
         self.group = new_host_group(accelerator)
 
     def on_signal(self, number: int, frame) -> None:
@@ -87,10 +87,10 @@ class StopSignal:
                 signal.alarm(20)
         is_first = not self.requested
         StopSignal.requested = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if self.interrupts or (number == signal.SIGINT and not self.joined):
+        if self.raises or (number == signal.SIGINT and not self.finishes_steps):
             if is_first:
                 raise Stopped(self.requested)
-        elif self.joined and is_main_process():
+        elif self.finishes_steps and is_main_process():
             with suppress(OSError):  # Ctrl-C has ended `| tee log` as well.
                 # Not by print(), because that may be what the signal has interrupted.
                 os.write(1, f"\n{self.requested}: saving after this step.\n".encode())

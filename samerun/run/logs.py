@@ -120,8 +120,8 @@ def show_seconds(summary: dict[str, float | None]) -> None:
 def announce(setup: Setup, launch: dict[str, str], first_batch: MicroBatch) -> None:
     """What one wants to check before a long run."""
     length = setup.config.data.sequence_length
-    targets = first_batch.targets[-1][:120]
-    example = targets[targets >= 0].tolist()
+    targets = first_batch.targets[-1]
+    example = targets[targets >= 0][:120].tolist()
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)
     say(plan_table(setup.stages))

@@ -1,6 +1,6 @@
 """What does model.chunked_loss save and cost? Peak memory and time of a training pass with a large vocabulary.
 
-    python tests/benchmarks/chunked_loss.py [--rounds 5] [--vocab-size 50257] [--tokens 8192] [--bf16]
+    python tests/benchmarks/chunked_loss.py [--rounds 5] [--vocab-size 50257] [--tokens 8192] [--masked 0.7] [--bf16]
     python tests/benchmarks/chunked_loss.py --layers 12 --width 768 --tokens 2048
 
 A Llama, forward and backward on the CPU, by default of two narrow layers, so that little but the output layer counts.
@@ -56,7 +56,10 @@ def prepare(args: argparse.Namespace) -> tuple:
     model = build_model(Model(), found, 0, seed=0)
     length = min(1024, args.tokens)
     ids = np.random.default_rng(0).integers(0, args.vocab_size, (args.tokens // length, length))
-    batch = collate([np.stack([row, row, np.arange(length)]) for row in ids], torch.device("cpu"), joined=True)
+    rows = [np.stack([row, row, np.arange(length)]) for row in ids]
+    for row in rows:
+        row[1, : round(args.masked * length)] = -100
+    batch = collate(rows, torch.device("cpu"), joined=True)
     return model, batch
 
 
@@ -103,6 +106,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--masked", type=float, default=0.0, help="share of the tokens without a target, as of a chat")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--measure", choices=[*VARIANTS, "time"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -111,7 +115,7 @@ def main() -> int:
         return 0
     memory = {variant: measured(variant) for variant in VARIANTS}
     seconds = np.array(measured("time"))  # [round, variant]
-    model = f"vocabulary {args.vocab_size:,}, {args.layers} layers of {args.width}"
+    model = f"{args.masked:.0%} masked, vocabulary {args.vocab_size:,}, {args.layers} layers of {args.width}"
     print(f"{args.tokens:,} tokens, {model}, {args.rounds} rounds:")
     print(
         "memory; time, median [least, greatest]; both as a share of the first line's, with the median over the rounds"

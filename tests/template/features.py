@@ -102,6 +102,7 @@ def curves(house: House) -> None:
 
 def compile(house: House) -> None:
     house.drop_definition("compile_model")
+    house.reword(' and config.compile != "full"  # That compiles the whole loss.', "")
     house.drop_setting("model.compile", "none")
     house.reword('torch.compiler.set_stance("force_eager"),', "")
     house.reword("Not compiled, because the lengths change, and with", "With")
@@ -153,8 +154,11 @@ def after_save(house: House) -> None:
 def chunked_loss(house: House) -> None:
     house.drop_setting("model.chunked_loss", False)
     house.reword('{"model.chunked_loss": True},', "")
-    for function in "compute_loss", "check_loss", "probe_loss":
+    for function in "compute_loss", "compile_model", "probe_loss":
         house.drop_parameter(function, "chunked", False)
+    house.drop_statements("build_setup", "chunked")
+    house.drop_definition("settle_chunks")
+    house.replace("trace_pass", "wants_chunks(config.model, vocabulary_size(model))", "False")
     house.reword(", chunked=False)", ")")
     told = "With `chunked`, the logits of a few tokens at a time, and none of tokens without a target."
     house.reword(f"\n\n    {told}\n    ", "")

@@ -22,7 +22,7 @@ CLASSIFIER: Edits = {
             "from samerun.cli import",
         ),
         (
-            "partial(compute_loss, token_loss=token_loss, chunked=config.model.chunked_loss)",
+            "partial(compute_loss, token_loss=token_loss)",
             "partial(classification_loss, token_loss=token_loss)",
         ),
         ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
@@ -47,11 +47,14 @@ CLASSIFIER: Edits = {
         ),
         (
             "    check_model(model, config, folder.meeting, loss_of)\n"
+            "    chunked = settle_chunks(model, config.model, folder.meeting, loss_of)\n"
+            "    parallel.loss_of = functools.partial(loss_of, chunked=chunked)\n"
             "    use_special_tokens(model, tokenizer, config)\n",
             "",
         ),
         ("accelerator.is_main_process and draws_random_numbers(model)", "False"),  # They are tried on text.
         ("    check_prompts(model, config, tokenizer)\n", ""),
+        ("config.data.packing, chunked)", "config.data.packing, chunked=False)"),
         ('    if config.data.format == "chat":\n        stop_after_turns(model, tokenizer)\n', ""),
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),

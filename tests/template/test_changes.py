@@ -279,7 +279,7 @@ def with_own_settings(tmp_path):
     for old, new in (
         (re.search(r"^class Own.*?\n\n", source, re.M | re.S)[0], f"{OWN}\n"),
         ("import Config, Optim, Section", "import Config, MayChange, Optim, Section"),
-        ("token_loss=token_loss, chunked", "token_loss=functools.partial(token_loss, z=config.own.z_weight), chunked"),
+        ("token_loss=token_loss)", "token_loss=functools.partial(token_loss, z=config.own.z_weight))"),
         ("def token_loss(logits: torch.Tensor, targets: torch.Tensor)", "def token_loss(logits, targets, z)"),
         ("return cross_entropy.sum(), {", "return (cross_entropy + z * logits.logsumexp(-1) ** 2).sum(), {"),
     ):
