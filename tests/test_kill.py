@@ -171,7 +171,7 @@ class Watch:
     def at(self, moment: str, after: int, delay: float) -> bool:
         """Whether the launch is now at this moment, at least `after` steps after its begin."""
         if moment == "export":
-            return len(os.listdir(self.export)) > 1  # More than the pipe.
+            return len(list(self.export.glob("*"))) > 1  # More than the pipe. Of a folder that is gone, nothing.
         if moment == "checkpoint":
             found = [int(path.name[6:-4]) for path in (self.done.folder / "checkpoints").glob(".step-????????.tmp")]
             return any(step > self.began + after for step in found)  # Others are left over from earlier kills.
@@ -183,8 +183,9 @@ class Watch:
     def hold_export(self) -> None:
         """An export comes once and lasts milliseconds. So the first file of its tokenizer, which follows the weights,
         is a pipe: to open it lasts until somebody reads. It is laid after the launch has removed older drafts."""
-        self.export.mkdir()
-        os.mkfifo(self.export / "tokenizer_config.json")
+        with contextlib.suppress(FileExistsError):  # The launch was quicker.
+            self.export.mkdir()
+            os.mkfifo(self.export / "tokenizer_config.json")
 
     def freeze(self, moment: str, after: int, delay: float) -> bool:
         """Return with all ranks standing still at the moment. False if an export was over before it was seen."""

@@ -179,6 +179,11 @@ def test_curves_show_where_a_run_was_continued(again, monkeypatch):
     assert run(before.folder.parent, config, "--run.max_steps", 50, curves=True).status["status"] == "stopped"
     assert len(drawn) == 4
 
+    (before.folder / "curves.png").touch()
+    monkeypatch.setattr(train, "train_step", train_step)
+    run(before.folder.parent, config, "--run.max_steps", 50, curves=True)
+    assert len(drawn) == 5  # Evaluations leave a new picture alone; the end does not.
+
 
 def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
     """Where no progress bar does."""

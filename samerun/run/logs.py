@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ from samerun.run.checkpoint import Progress
 from samerun.run.setup import Setup
 
 
-def draw_curves(folder: Path) -> None:
-    """curves.png from metrics.jsonl: loss, throughput and learning rate against tokens."""
+def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
+    """curves.png from metrics.jsonl: loss, throughput and learning rate against tokens.
+
+    A picture that is younger than so many seconds is left: to draw takes half a second, and longer in a long run.
+    """
+    picture = folder / "curves.png"
+    if picture.exists() and time.time() - picture.stat().st_mtime < at_most_every:
+        return
     from matplotlib.figure import Figure  # Not at the top of the file, because a launch begins without it.
 
     lines = pd.read_json(folder / "metrics.jsonl", lines=True)
@@ -45,7 +52,7 @@ def draw_curves(folder: Path) -> None:
     loss.set(title="Loss", ylabel="nats per token")
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
     rate.set(title="Learning rate", ylim=(0, None))
-    figure.savefig(folder / "curves.png", dpi=110)
+    figure.savefig(picture, dpi=110)
     figure.clear()  # Its parts refer to each other, and would stay until they are collected as garbage.
 
 
