@@ -14,7 +14,7 @@ from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
-LARGE_VOCABULARY = 16_384  # From here on, this is faster than all logits at once.
+LARGE_VOCABULARY = 16_384  # From here on, chunks take hardly longer than all logits at once, and far less memory.
 
 
 def wants_chunks(config: Model, vocabulary: int) -> bool:
