@@ -41,14 +41,15 @@ def note_files(note: Path, files: list[Path]) -> None:
     """Write down that these files beside the note are complete. After that a power loss does not change them."""
     for file in files:
         sync(file)
-    replace_file(note, json.dumps({file.name: size_and_checksum(file) for file in files}))
+    replace_file(note, json.dumps({file.name: [file.stat().st_size, checksum(file)] for file in files}))
 
 
 def are_as_noted(note: Path) -> bool:
-    """Whether all files of note_files() are there as they were. Then there is a note, too."""
+    """Whether all files of note_files() are there as they were, to the last byte. Then there is a note, too."""
     try:
         noted = json.loads(note.read_text())
-        return all(size_and_checksum(note.with_name(name)) == known for name, known in noted.items())
+        files = [note.with_name(name) for name in noted]
+        return [[file.stat().st_size, checksum(file)] for file in files] == list(noted.values())
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -40,6 +40,8 @@ class Meeting:
         self.pulse = threading.Thread(target=self.say_alive, daemon=True)
         if os.environ.keys() >= set(OF_A_LAUNCH) and number_in("WORLD_SIZE") > 1:
             self.rank, self.size = number_in("RANK"), number_in("WORLD_SIZE")
+            begin = "they, and --machine_rank, begin with 0"
+            require(self.rank < self.size, f"launch: RANK {self.rank} of WORLD_SIZE {self.size}: {begin}")
 
     def __enter__(self) -> "Meeting":
         if self.size > 1:
@@ -65,6 +67,7 @@ class Meeting:
     def open_store(self) -> dist.TCPStore:
         """The one that torch's process groups will use, too."""
         host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT", 29500)  # The default is Accelerate's.
+        require(0 < port < 2**16, f"launch: MASTER_PORT {port} is no port; give one up to 65535")
         is_holder = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not is_holder:
             self.find_main_process(host, port)

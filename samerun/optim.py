@@ -10,13 +10,18 @@ def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The weights that decay: matrices, also stacked ones of experts, embeddings and kernels.
 
     The biases of experts are stacked, too, and a Mamba's A_log has a value per channel and state. So the number of
-    dimensions does not tell. What its model has marked as _no_weight_decay does not decay, either.
+    dimensions does not tell. What its model has marked as _no_weight_decay does not decay, either, nor do norms, some
+    of which have a row for each head.
     """
-    found = set()
+    found, of_norms = set(), set()
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            of_norms.update(module.parameters(recurse=False))
     for name, parameter in model.named_parameters():
         last = name.rpartition(".")[2]
         is_marked = getattr(parameter, "_no_weight_decay", False)
-        if parameter.ndim >= 2 and last not in NO_MATRICES and "bias" not in last and not is_marked:
+        is_named = last in NO_MATRICES or "bias" in last
+        if parameter.ndim >= 2 and not is_named and not is_marked and parameter not in of_norms:
             found.add(parameter)
     return found
 

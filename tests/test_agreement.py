@@ -195,6 +195,31 @@ def test_differences():
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
+def test_other_checkpoint_under_the_same_path(config, tmp_path):
+    """With FSDP2, the shards of two runs would make a model that nobody has trained."""
+    for rank in range(2):
+        home = tmp_path / f"node-{rank}"
+        home.mkdir()
+        run(home, config, "--optim.learning_rate", 0.01 / (1 + rank))
+        (home / "run" / "checkpoints").rename(home / "before")
+    codes, outputs = finish(*start_nodes(tmp_path, config, "--run.init_from", "before/step-00000006"))
+    assert codes == [2, 2], outputs
+    [message] = re.findall("^error: .*", "\n".join(outputs), re.M)
+    assert "before/step-00000006 is another checkpoint on " in message
+
+
+@pytest.mark.parametrize(
+    "sizes, ranks, words", [("23", "01", "  launcher: processes: '2' on "), ("22", "02", "begin with 0")]
+)
+def test_other_numbers_of_processes(config, tmp_path, sizes, ranks, words):
+    nodes = start_nodes(tmp_path, config, "--run.timeout_minutes", 0.2, WORLD_SIZE=sizes, RANK=ranks)
+    codes, outputs = finish(*nodes)
+    told = "\n".join(outputs)
+    assert (
+        words in told and "Traceback" not in told and 2 in codes and not (tmp_path / "run" / "metrics.jsonl").exists()
+    )
+
+
 def test_a_checkpoint_without_a_tensor_is_not_kept(config, tmp_path, monkeypatch):
     save = checkpoint.dcp.save
 

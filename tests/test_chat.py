@@ -144,7 +144,7 @@ def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):
 
 # Which turns are learned ----------------------------------------------------------------------------------------------
 
-LEFT_OUT = {"train": {"train": False}, "weight": {"weight": 0}}
+LEFT_OUT = {"train": {"train": False}, "weight": {"weight": 0}, "either": {"train": False, "weight": 1}}
 
 
 @pytest.mark.parametrize("template", [{"chat_template": CHATML}, {"template": "llama3_1.jinja"}], ids=["marks", "none"])
@@ -299,3 +299,20 @@ def test_samples_that_do_not_think(tmp_path):
     tokenizer = load_tokenizer(config.data, config.model)
     expected = qwen("user", "a") + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == expected
+
+
+@pytest.mark.parametrize("name, problem", [("enable_thinkng", "does not read it"), ("messages", "always gets it")])
+def test_a_variable_that_would_do_nothing(tmp_path, name, problem):
+    tokenizer = byte_tokenizer(tmp_path, (TEMPLATES / "qwen3.jinja").read_text())
+    data = Data(files="a", format="chat", tokenizer=tokenizer, chat_template_kwargs={name: False})
+    with pytest.raises(UserError, match=f"data.chat_template_kwargs: {name}: .*{problem}"):
+        load_tokenizer(data, Model())
+
+
+def test_a_template_that_changes_what_is_said(made, tmp_path):
+    """The name of a special token, which is another one while the template is rendered, would be changed, too."""
+    loud = Path(CHATML).read_text().replace("message['content'] + ''", "message['content'] | upper")
+    (tmp_path / "template").write_text(loud)
+    said = chat(("user", "a"), ("assistant", "the end is <|im_end|> here"))
+    with pytest.raises(UserError, match="row 0, counted from 0: .*the chat template changes that text"):
+        made([said], chat_template=str(tmp_path / "template"))

@@ -13,6 +13,7 @@ import pytest
 import transformers
 from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from test_finetune import END, START, by_hand, byte_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Data, Model
@@ -415,3 +416,18 @@ def test_no_documents(tmp_path):
     config = Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)
     with pytest.raises(UserError, match="there are no documents"):
         load_documents(config, config)
+
+
+def test_a_vocabulary_with_gaps(tmp_path):
+    """The model has a row for each id, also if fewer of them are tokens."""
+    vocabulary = {"a": 0, "b": 3, "<unk>": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "t")
+    path = write_rows(tmp_path / "texts", [{"text": "abcab" * 9}] * 20)
+    config = tiny_config(tmp_path)
+    config["data"] = {"path": str(path), "tokenizer": str(tmp_path / "t"), "sequence_length": 16}
+    config["model"] = {"architecture": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32}}
+    config["model"]["architecture"] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    done = run(tmp_path, config)
+    assert done.weights["model.embed_tokens.weight"].shape == (10, 16)

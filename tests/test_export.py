@@ -378,7 +378,7 @@ def test_without_a_name_the_model_is_beside_that_of_the_run(kept, tmp_path):
         (("--export", "last", "--merge"), "--merge: needs model.lora"),
         (("--export", "last", "--plan", "2"), "give one of --plan, --prepare and --export"),
         (("--export", "last", "--run.output_dir", "nothing"), "nothing/checkpoints has no checkpoint"),
-        (("--export", "last", "--to", "{ROOT}"), "--to: .* is there, and holds no model"),
+        (("--export", "last", "--to", "{ROOT}"), r"--to: .* also holds \.ci; name another folder"),
         (("--export", "last", "--model.lora", "{r: 2}"), "has model.lora"),
         (("--export", "last", "--data.tokenizer", "{ROOT}"), "data.tokenizer .*: cannot load"),
     ],
@@ -493,3 +493,19 @@ def test_an_adapter_beside_weights_in_bf16(tmp_path):
     assert (expected - base[f"{name}.weight"].float()).abs().max() > 0.01
     torch.testing.assert_close(merged[f"{name}.weight"].float(), expected, rtol=2**-8, atol=1e-6)
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_a_project_is_not_replaced(kept, tmp_path):
+    """Though it has a config.json; nor is what the run has begun with."""
+    config, done = kept
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.json").write_text("{}")
+    words = "--run.output_dir", done.folder, "--export", "last", "--to"
+    assert "holds no model" in run(tmp_path, config, *words, project, expect=2).output
+    (project / "model.safetensors").touch()
+    (project / "thesis").mkdir()
+    assert "also holds thesis" in run(tmp_path, config, *words, project, expect=2).output
+    base = config["model"]["pretrained"]
+    assert "is model.pretrained" in run(tmp_path, config, *words, base, expect=2).output
+    assert sorted(path.name for path in project.iterdir()) == ["config.json", "model.safetensors", "thesis"]

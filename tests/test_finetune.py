@@ -7,6 +7,7 @@ import datetime
 import functools
 import json
 import re
+import shutil
 import unicodedata
 from functools import cache
 from itertools import pairwise
@@ -21,7 +22,7 @@ import torch
 import transformers
 from helpers import ROOT, VOCABULARY, Done, difference, launch, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss, shuffled, train_reference
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.utils import chat_template_utils
 
@@ -444,6 +445,19 @@ def test_lora_continues_on_another_number_of_processes(lora, lora_runs, tmp_path
 def logits(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows])
+
+
+def test_lora_does_not_go_on_above_another_model(lora, tmp_path):
+    """A checkpoint holds the adapter alone. What lies below it may have been replaced, under the same name."""
+    config, *_ = lora("some matrices")
+    base = tmp_path / "base"
+    shutil.copytree(config["model"]["pretrained"], base)
+    settings = "--model.pretrained", base, "--run.max_steps", 10
+    run(tmp_path, config, *settings)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 1.01 * value for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    message = run(tmp_path, config, *settings[:2], "--run.max_steps", 12, expect=2).output
+    assert "frozen weights: " in message and "is another model than before" in message
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS[1:])

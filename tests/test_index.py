@@ -289,6 +289,20 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     assert read_all(load_data(config, tokenizer, 0)[0]) == before and not capsys.readouterr().out
 
 
+def test_zeros_in_the_middle_of_large_tokens(tmp_path, monkeypatch):
+    """Of a large file, a start reads some parts. For its new time, the index is made anew, and all of it is read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': 'some words and more' * 20})}\n" * 1000)
+    config, tokenizer = Data(files=str(tmp_path / "a.jsonl"), sequence_length=512), transformers.ByT5Tokenizer()
+    before = read_all(load_data(config, tokenizer, 0)[0])
+    tokens = min((tmp_path / "cache").glob("train-tokens/**/*.arrow"))
+    middle = (tokens.stat().st_size - files.SAMPLE) * 3 // 7 + files.SAMPLE
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:middle] + bytes(files.SAMPLE) + content[middle + files.SAMPLE :])
+    assert content != tokens.read_bytes()
+    assert read_all(load_data(config, tokenizer, 0)[0]) == before
+
+
 def test_what_is_noted_as_complete_is_on_the_disk(tmp_path, monkeypatch):
     """Each file is synced before the note that says that it is whole, and that before it has its name."""
     events, sync, replace = [], files.sync, os.replace

@@ -105,15 +105,21 @@ DECAYING = {
     | {"out_proj.weight", "lm_head.weight"},
     "rwkv": {"embeddings.weight", "head.weight"}
     | {f"{name}.weight" for name in ("key", "value", "receptance", "output")},
+    "cohere": {"embed_tokens.weight"} | {f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")},
 }
-MORE = {"gpt_oss": {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}, "mamba": {}, "rwkv": {}}
+MORE = {
+    "cohere": {"use_qk_norm": True},
+    "gpt_oss": {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "mamba": {},
+    "rwkv": {},
+}
 
 
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_what_decays_is_a_matrix_by_what_it_does(name, optimizer):
-    """Biases of experts and a Mamba's A_log have two dimensions. They do not decay, and Muon does not take them, nor
-    what has more dimensions."""
+    """Biases of experts, a Mamba's A_log and norms of heads have two dimensions. They do not decay, and Muon does not
+    take them, nor what has more dimensions."""
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(name, **SHAPE, **MORE[name])
     )
@@ -130,8 +136,8 @@ def test_what_decays_is_a_matrix_by_what_it_does(name, optimizer):
             any(weight_name.endswith(end) for end in DECAYING[name]) and model.get_parameter(weight_name).ndim > 1
         )
         assert (weight_name in decaying) == is_matrix, weight_name
-    outside = "embed", "head", "conv1d", "gate_up_proj", "down_proj"
-    hidden = {weight_name for weight_name in decaying if not any(part in weight_name for part in outside)}
+    inside = {weight_name for weight_name in decaying if "embed" not in weight_name and "head" not in weight_name}
+    hidden = {weight_name for weight_name in inside if model.get_parameter(weight_name).ndim == 2}
     assert of_muon == (hidden if optimizer == "muon" else set())
 
 

@@ -1,6 +1,7 @@
 """Tokens that other programs have written are mapped as they are: the rows are those of the same tokens as lists."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -78,6 +79,31 @@ def test_megatron(tmp_path, packing, eval_fraction, kind, sentences):
     settings = {"packing": packing, "eval_fraction": eval_fraction}
     expected = rows_of(tmp_path, "same.parquet", **settings)
     assert rows_of(tmp_path, "tokens", **settings) == rows_of(tmp_path, "tokens/*.bin", **settings) == expected
+
+
+@pytest.mark.parametrize("count, fraction", [(10, 0.05), (4, 0.25), (2, 0.5)])
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_held_out_neighbours_are_the_ones_left_out(tmp_path, packing, count, fraction):
+    """Where a single document is held out, or all at one end, datasets cuts the others out of its table."""
+    for number in range(count):
+        np.save(tmp_path / f"{number}.npy", np.full(5, number + 1, np.uint16))
+    for seed in range(6):
+        config = Data(files=str(tmp_path / "*.npy"), format="tokens", sequence_length=5, packing=packing)
+        config = config.model_copy(update={"eval_fraction": fraction})
+        data, held_out = load_data(config, None, seed=seed)
+        trained, evaluated = ({row[0][0] for row in read_all(part)} for part in (data, held_out[""]))
+        assert len(evaluated) == math.ceil(fraction * count) and trained | evaluated == set(range(1, count + 1))
+        assert not trained & evaluated
+
+
+@pytest.mark.parametrize("shape, cut", [((100,), -100), ((100,), 50), ((20, 20), -100)])
+def test_a_npy_that_is_not_as_long_as_it_says(tmp_path, shape, cut):
+    np.save(tmp_path / "a.npy", np.ones(shape, np.uint16))
+    content = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(content[:cut] if cut < 0 else content + bytes(cut))
+    told, has = math.prod(shape), math.prod(shape) + cut // 2
+    with pytest.raises(UserError, match=f"a.npy: .*its header says {told} tokens, and it has {has}"):
+        rows_of(tmp_path, "a.npy")
 
 
 @pytest.mark.parametrize(

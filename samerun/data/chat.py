@@ -77,11 +77,12 @@ def tokenize_turns(
 
 
 def is_to_learn(turn: dict[str, Any]) -> bool:
-    """What its key train or weight says, if there is one."""
-    weight = turn.get("weight", turn.get("train", 1))
-    if weight not in (0, 1):
-        raise ValueError(f"a message has the weight {weight!r}; 0 leaves it out of the loss, and 1 does not")
-    return bool(weight)
+    """What its keys train and weight say, if there are any. One of them is enough to leave it out."""
+    weights = [turn[name] for name in ("train", "weight") if name in turn]
+    for weight in weights:
+        if weight not in (0, 1):
+            raise ValueError(f"a message has the weight {weight!r}; 0 leaves it out of the loss, and 1 does not")
+    return all(weights)
 
 
 def find_spans(

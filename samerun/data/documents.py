@@ -141,7 +141,7 @@ def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str],
     first = f"the first is row {is_null.argmax()}, counted from 0"
     require(drop, f"data.column: {found}; {first}. To leave them out: data.drop_nulls: true")
     note(f"{found}, and left out.")
-    return documents.select(np.flatnonzero(~is_null))
+    return take(documents, np.flatnonzero(~is_null))
 
 
 def hold_out(documents: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -151,4 +151,12 @@ def hold_out(documents: datasets.Dataset, fraction: float, seed: int) -> tuple[d
     require(some_left, f"data.eval_fraction: {fraction} of {len(documents)} documents are all; use data.eval_source")
     held_out = shuffle(np.arange(size), len(documents), seed)
     kept = np.delete(np.arange(len(documents)), held_out)
-    return documents.select(kept), documents.select(held_out)
+    return take(documents, kept), take(documents, held_out)
+
+
+def take(documents: datasets.Dataset, numbers: np.ndarray) -> datasets.Dataset:
+    """The documents with these numbers, of which it notes the numbers.
+
+    select() does not where they are neighbours: it cuts them out of the table, and nothing tells where they came from.
+    """
+    return documents._select_with_indices_mapping(numbers)

@@ -59,6 +59,10 @@ class Encoder:
     def conversation(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
         """The ids of what a chat template has made of said_by_message(), and where in this text each token begins and
         ends."""
+        # Names that said_by_message() has given. A template that writes a text in capitals has changed them as well.
+        whole = re.findall(rf"\[{self.secret}:\d+\]", text)
+        if text.casefold().count(f"{self.secret}:") > len(whole):
+            raise ValueError("a message names a special token, and the chat template changes that text")
         if self.parse or not (self.needs_twin or self.secret in text):
             encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
@@ -111,6 +115,11 @@ class Encoder:
         for name, secret in self.written.items():
             assert twin.token_to_id(secret) == self.tokenizer.convert_tokens_to_ids(name)
         return twin
+
+
+def number_of_ids(tokenizer) -> int:
+    """The ids that a model needs for it. Some vocabularies have gaps, so that they have fewer tokens than ids."""
+    return max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()))
 
 
 def any_of(names: dict[str, str]) -> re.Pattern:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from samerun.config import Data, Source
-from samerun.data.documents import hold_out, load_documents
+from samerun.data.documents import hold_out, load_documents, take
 from samerun.data.order import ORDER, running_sum
 from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
@@ -318,7 +318,7 @@ def compare_documents(
     if shared.any() and leave_out:
         note(f"{shared.sum():,} documents are the same as some that are held out, and left out of training.")
         require(not shared.all(), "data.eval_fraction: all documents are the same as some that are held out")
-        documents, hashes = documents.select(np.flatnonzero(~shared)), hashes[~shared]
+        documents, hashes = take(documents, np.flatnonzero(~shared)), hashes[~shared]
     elif shared.any():
         note(f"{shared.sum():,} of {len(hashes):,} documents are also trained on.")
     hashes.tofile(folder / "hashes.bin")

@@ -1,5 +1,6 @@
 """Tokens that other programs have written to flat files: Megatron's .bin with its .idx, and arrays in .npy or .bin."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,9 @@ def open_token_file(file: str, dtype: str | None, end: int | None) -> TokenFile:
         is_native and len(shape) <= 2, f"it is an array of {kind.str} with {len(shape)} axes, and no list of tokens"
     )
     tokens = data[header:].view(kind)
+    if header:
+        told = math.prod(shape)
+        require(len(tokens) == told, f"its header says {told:,} tokens, and it has {len(tokens):,}")
     if len(shape) == 2:  # A line is a document.
         return TokenFile(file, tokens, np.arange(shape[0] + 1) * shape[1], header)
     return TokenFile(file, tokens, ends_of_documents(tokens, end), header)

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
-from samerun.data.encode import Encoder
+from samerun.data.encode import Encoder, number_of_ids
 from samerun.early import CORES
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import are_as_noted, note_files
@@ -100,7 +100,7 @@ def tokenize_part(
 
 def smallest_types(tokenizer, has_labels: bool) -> datasets.Features:
     """Types in which all ids fit, because tokens are most of what is on the disk. Labels may also be -100."""
-    end = max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()), 128)
+    end = max(number_of_ids(tokenizer), 128)
     types = {"input_ids": np.min_scalar_type(end - 1)}
     if has_labels:
         types["labels"] = np.min_scalar_type(-end)

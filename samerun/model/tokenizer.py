@@ -1,6 +1,7 @@
 """The tokenizer, its chat template, and the end of a turn."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from samerun.config import Config, Data, Model
 from samerun.data.chat import accepted_turns, marks_turns, tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.errors import as_user_error, say
+from samerun.errors import as_user_error, require, say
 
 
 def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase | None:
@@ -58,9 +59,17 @@ def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> N
 
 
 def set_variables(tokenizer: transformers.PreTrainedTokenizerBase, variables: dict[str, Any]) -> None:
-    """Give variables of the chat template a default value. Jinja writes a value as Python does."""
-    lines = ""
+    """Give variables of the chat template a default value. Jinja writes a value as Python does.
+
+    Raises UserError for those that the template does not read, or that it always gets.
+    """
+    lines, templates = "", tokenizer.chat_template or ""
+    given = {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map}
     for name, value in variables.items():
+        setting = f"data.chat_template_kwargs: {name}"
+        is_read = re.search(rf"\b{name}\b", str(templates))
+        require(is_read, f"{setting}: the chat template does not read it")
+        require(name not in given, f"{setting}: a chat template always gets it; it cannot be set")
         lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
     if isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = {name: lines + template for name, template in tokenizer.chat_template.items()}

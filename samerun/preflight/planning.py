@@ -10,6 +10,7 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from samerun.config import Config, evaluation_title
+from samerun.data.encode import number_of_ids
 from samerun.data.load import data_lock, load_data, take_at_once
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.model.build import download_weights, model_config
@@ -28,7 +29,7 @@ def prepare(config: Config) -> None:
     lock = data_lock()
     with take_at_once(lock), lock or nullcontext():
         train_data, eval_data = load_data(config.data, tokenizer, config.run.seed)
-    found = model_config(config, len(tokenizer) if tokenizer else None)
+    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     if config.model.pretrained:
         download_weights(config.model, found)
     say(f"Data: {len(train_data):,} rows to train on")
@@ -69,7 +70,7 @@ def planned_model(config: Config) -> transformers.PreTrainedConfig:
     if config.model.pretrained or "vocab_size" not in architecture:
         go_offline_without_network(config)
     if architecture and "vocab_size" not in architecture:
-        vocab_size = len(load_tokenizer(config.data, config.model))
+        vocab_size = number_of_ids(load_tokenizer(config.data, config.model))
     return model_config(config, vocab_size)
 
 

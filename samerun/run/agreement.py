@@ -74,7 +74,7 @@ def is_place(setting: str) -> bool:
 def launcher_settings() -> dict[str, str]:
     """What `accelerate launch` has told this process, under the names of its file, and the kind of device here."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    told = {"launcher: device": device.type if device else "cpu"}
+    told = {"launcher: device": device.type if device else "cpu", "launcher: processes": os.environ.get("WORLD_SIZE")}
     for name, value in os.environ.items():
         if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
             told[f"launcher: {name.removeprefix('ACCELERATE_').lower()}"] = value

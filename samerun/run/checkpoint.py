@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
-from samerun.errors import UserError, as_user_error, is_main_process, require, say
+from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
 from samerun.parallel.mesh import Parallelism
@@ -174,13 +175,27 @@ def check_is_whole(draft: Path, files: Iterable[str], planned: dict[str, TensorS
 def verify_checkpoint(folder: Path, meeting: Meeting) -> dict:
     """The manifest. All ranks call it, and each checks some of the files.
 
-    Raises UserError, on all ranks, that names the file that is missing, cut short or altered.
+    Raises UserError, on all ranks, that names the file that is missing, cut short or altered, or a host on which the
+    folder has another checkpoint.
     """
     manifest, *_ = meeting.together(lambda: read_manifest(folder) if meeting.rank == 0 else None)
+    here = meeting.together(lambda: [meeting.host, files_told_by(folder)])
+    for host, files in here:
+        if files != here[0][1]:
+            raise AgreedError(
+                f"{folder} is another checkpoint on {host} than on {here[0][0]}; the nodes must share one"
+            )
     largest_first = sorted(manifest["files"].items(), key=lambda file: file[1], reverse=True)
     share = largest_first[meeting.rank :: meeting.size]
     meeting.together(lambda: check_files(folder, share))
     return manifest
+
+
+def files_told_by(folder: Path) -> int:
+    """A checksum of the names, sizes and checksums in a manifest."""
+    with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
 def check_files(folder: Path, files: list[tuple[str, list[int]]]) -> None:
@@ -203,7 +218,9 @@ def read_manifest(folder: Path) -> dict:
         manifest = json.loads((folder / "manifest.json").read_text())
         is_whole = isinstance(manifest["config"], dict) and "step" in manifest and manifest["files"]
         require(is_whole, "it lacks config, step or files")
-        progress_in(manifest)
+        progress = progress_in(manifest)
+        is_named = re.fullmatch(r"step-\d{8,}", folder.name)
+        require(not is_named or step_of(folder) == progress.step, f"it is of step {progress.step}, by another name")
         others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
         require(not others, f"{min(others, default='')} beside it is not of it, and would be read; move it away")
         are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())

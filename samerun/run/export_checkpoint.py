@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from samerun.cli import Export
 from samerun.config import Config, flatten, may_change
+from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
 from samerun.model.build import add_lora, build_model, model_config
 from samerun.model.tokenizer import load_tokenizer, stop_after_turns, use_special_tokens
-from samerun.run.checkpoint import checkpoint_name, find_checkpoint, verify_checkpoint
+from samerun.run.checkpoint import checkpoint_name, find_checkpoint, progress_in, verify_checkpoint
 from samerun.run.export import (
     export_dtype,
     names_of_adapter,
@@ -32,6 +33,8 @@ from samerun.run.export import (
     write_weights,
 )
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
+
+OF_A_MODEL = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py", ".md"}  # What an export may write.
 
 
 def export_checkpoint(config: Config, asked: Export) -> None:
@@ -45,6 +48,8 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     check_model_settings(config, checkpoint, manifest["config"])
     folder = Path(asked.to or f"{config.run.output_dir}/model-{checkpoint.name}{'-merged' * asked.merge}")
     check_replaceable(folder)
+    is_base = config.model.pretrained and folder.resolve() == Path(config.model.pretrained).resolve()
+    require(not is_base, f"--to: {folder} is model.pretrained; name another folder")
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)
     dtype = export_dtype(config, manifest.get("launch", {}).get("precision", "no"))
@@ -96,7 +101,7 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
     require(found, f"--export: {folder} has no checkpoint; check run.output_dir")
     if which == "last":
         return found
-    name = found[1]["best_checkpoint"] if which == "best" else checkpoint_name(int(which))
+    name = progress_in(found[1]).best_checkpoint if which == "best" else checkpoint_name(int(which))
     require(name, f"--export best: {found[0]} knows of no best one; run.keep_best keeps it")
     path = folder / name
     there = ", ".join(str(int(one.name[5:])) for one in sorted(folder.glob("step-*")) if one.name[5:].isdecimal())
@@ -116,8 +121,13 @@ def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any
 
 def check_replaceable(folder: Path) -> None:
     """Raises UserError for a folder that holds anything but an exported model."""
-    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    is_free = not os.path.lexists(folder) or is_model or (folder.is_dir() and not os.listdir(folder))
+    if not os.path.lexists(folder):
+        return
+    require(folder.is_dir() and not folder.is_symlink(), f"--to: {folder} is there, and no folder; name another one")
+    others = [path.name for path in folder.iterdir() if path.is_dir() or path.suffix not in OF_A_MODEL]
+    require(not others, f"--to: {folder} also holds {min(others, default='')}; name another folder")
+    has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    is_free = (has_config and any(folder.glob("*.safetensors"))) or not os.listdir(folder)
     require(is_free, f"--to: {folder} is there, and holds no model; name another folder")
 
 
@@ -170,7 +180,7 @@ def meta_model(config: Config, tokenizer: Any, saved: SavedWeights) -> transform
 
 
 def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
-    found = model_config(config, len(tokenizer) if tokenizer else None)
+    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     options = {"trust_remote_code": config.model.trust_remote_code, "dtype": getattr(torch, config.model.dtype)}
     pretrained = config.model.pretrained
     with as_user_error(f"model: cannot build {pretrained or found.model_type}", pretrained):
@@ -210,7 +220,7 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
     """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
     settings = config.model.model_copy(update={"dtype": kept})
-    found = model_config(config, len(tokenizer) if tokenizer else None)
+    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     rows = rows_needed(config, tokenizer)
     model = build_model(settings, found, rows, config.run.seed, added_tokens(config, tokenizer))
     weights = dict(model.named_parameters())
@@ -222,7 +232,7 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
 
 def rows_needed(config: Config, tokenizer: Any) -> int:
     """How many embeddings a run wants to have. Ready tokens came with their vocabulary."""
-    return len(tokenizer) if tokenizer and config.data.format != "tokens" else 0
+    return number_of_ids(tokenizer) if tokenizer and config.data.format != "tokens" else 0
 
 
 def added_tokens(config: Config, tokenizer: Any) -> list[int]:

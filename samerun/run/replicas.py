@@ -16,11 +16,12 @@ from samerun.parallel.state import local_tensor
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # By their bytes.
 
 
-def sample_of_weights(model: torch.nn.Module) -> int:
-    """A checksum of some numbers of each weight, which tells other weights apart in no time, and not a single bit."""
+def sample_of_weights(model: torch.nn.Module, frozen: bool = False) -> int:
+    """A checksum of some numbers of each weight, or of each that is frozen. It tells other weights apart in no time,
+    and not a single bit."""
     found = 0
     for parameter in model.parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and not (frozen and parameter.requires_grad):
             numbers = parameter.detach().flatten()
             some = numbers[:: max(1, len(numbers) // 256)].cpu().contiguous()
             found = zlib.crc32(some.view(torch.uint8).numpy(), found)

@@ -12,7 +12,7 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from samerun.config import ROW_ORDER, ROWS, Config, flatten, may_change
+from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten, may_change
 from samerun.data.order import ORDER, shuffle
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
@@ -34,8 +34,12 @@ from samerun.run.setup import Setup
 
 
 def flat_config(setup: Setup) -> dict[str, Any]:
-    """The config by dotted names, and the rows and their order: what must stay the same when a run is continued."""
-    return flatten({**setup.config.model_dump(), ROWS: setup.train_data.fingerprint(), ROW_ORDER: ORDER})
+    """The config by dotted names, the rows, their order, and frozen weights: what must stay the same when a run is
+    continued."""
+    more = {ROWS: setup.train_data.fingerprint(), ROW_ORDER: ORDER}
+    if setup.frozen_weights is not None:
+        more[FROZEN] = setup.frozen_weights
+    return flatten({**setup.config.model_dump(), **more})
 
 
 def run_record(setup: Setup, versions: dict[str, str]) -> dict[str, Any]:
@@ -95,6 +99,8 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
 def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
     """The run may go on in another precision, which changes what it computes, but not in silence."""
     changed = []
+    if not isinstance(before, dict):
+        return
     for name in ("precision", "launcher"):
         if before.get(name, now[name]) != now[name]:  # Older manifests do not say it.
             changed.append(f"{name} {before[name]} in the checkpoint, {now[name]} now")
@@ -129,6 +135,7 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
     """
     kind, allowed = type(setup.config), setup.config.run.allow_changes
     defaults = flatten(kind.model_construct().model_dump())  # For settings that are newer than the checkpoint.
+    defaults[FROZEN] = ours.get(FROZEN)
     same_rows = theirs.get(ROWS) == ours[ROWS]
     changed, passed = {}, {}
     for name in {**ours, **theirs}:
@@ -139,6 +146,8 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
         (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
     if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
         changed[ROWS] += ". The chat template writes today's date: fix the date in a template of your own"
+    if FROZEN in changed:
+        changed[FROZEN] += ". model.pretrained is another model than before, under the same name"
     if ROW_ORDER in changed:
         changed[ROW_ORDER] += ". Another version of train.py shuffled them: finish the run with that version"
     if changed:

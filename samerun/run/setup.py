@@ -46,6 +46,7 @@ class Setup:
     vocabulary: int  # The number of tokens that the model knows.
     num_parameters: int
     num_trained: int  # How many of them are trained.
+    frozen_weights: int | None  # A checksum of some numbers of those that are not, which no checkpoint holds.
     export_dtype: torch.dtype
     is_random: bool  # Whether the model draws random numbers. Only the main process knows.
 

@@ -27,7 +27,7 @@ CLASSIFIER: Edits = {
         ),
         ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
         ("load_data(config.data, tokenizer, config.run.seed)", "load_images(config.data, config.run.seed)"),
-        ("    vocab_size = len(tokenizer) if tokenizer else None\n", ""),
+        ("    vocab_size = number_of_ids(tokenizer) if tokenizer else None\n", ""),
         (
             '    needed = vocab_size if config.data.format != "tokens" else 0'
             "  # Ready tokens came with their vocabulary.\n",
