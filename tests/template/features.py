@@ -87,6 +87,7 @@ def sources(house: House) -> None:
     house.drop_parameter("add_up_terms", "source_ends")
     house.drop_field("MicroBatch.source_ends")
     house.drop_definition("Mixture")
+    house.replace("Data.has_chats", "any(source.format == 'chat' for source in (self.sources or {}).values())", "False")
     house.drop_setting("data.sources", None)
 
 
@@ -322,8 +323,8 @@ def memory_plan(house: House) -> None:
 def chat(house: House) -> None:
     house.drop_choice("data.format", "chat")
     house.reword('Literal["text", "chat", "tokens"]', 'Literal["text", "tokens"]')
-    of_sources = "any(source.format == 'chat' for source in (config.sources or {}).values())"
-    house.replace("load_tokenizer", of_sources, "False")
+    house.read_as("has_chats", False)
+    house.drop_definition("set_variables")
     house.replace("tokenize_part", "is_chat", "False")
     house.drop_setting("data.chat_template", None)
     house.drop_setting("data.chat_template_kwargs", None)

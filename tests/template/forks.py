@@ -55,7 +55,7 @@ CLASSIFIER: Edits = {
         ("accelerator.is_main_process and draws_random_numbers(model)", "False"),  # They are tried on text.
         ("    check_prompts(model, config, tokenizer)\n", ""),
         ("config.data.packing, chunked)", "config.data.packing, chunked=False)"),
-        ('    if config.data.format == "chat":\n        stop_after_turns(model, tokenizer)\n', ""),
+        ("    if config.data.has_chats:\n        stop_after_turns(model, tokenizer)\n", ""),
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (
