@@ -509,10 +509,10 @@ for name, lines in {
         make=lambda tmp, data, lines=lines: (tmp / "rows.csv").write_text(lines),
     )
 case(
-    "a file without rows before another one",
-    ROWS | {"data.files": ["TMP/none.csv", "TMP/rows.csv"]},
-    "data: cannot load TMP/none.csv: it has no rows",
-    make=lambda tmp, data: ((tmp / "none.csv").write_text("text\n"), (tmp / "rows.csv").write_text("text\na\n")),
+    "a table without rows",
+    ROWS | {"data.files": "TMP/rows.csv"},
+    "data: cannot load TMP/rows.csv: it has no rows",
+    make=lambda tmp, data: (tmp / "rows.csv").write_text("text\n"),
 )
 case("tokens are text", TOKENS, "data", "'input_ids'", "integers", make=jsonl(*[{"input_ids": "abc"}] * 9))
 case(

@@ -1,5 +1,6 @@
 """What a document may be: in which columns and of which types, and which rows are left out."""
 
+import datetime
 import json
 import re
 import tempfile
@@ -164,6 +165,65 @@ def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, tex
 
 
 @pytest.mark.parametrize(
+    "cells",
+    [["1.50", "1e5"], ["007", "-0"], ["True", "False"], ["12345678901234567890123", "1"], ["5", "NaN"]],
+    ids=str,
+)
+@pytest.mark.parametrize("words", [0, 1, 10_000])
+def test_cells_are_texts_as_they_are_written(tmp_path, words, cells):
+    """Also where all look like numbers in a file, or in one of the parts of 10,000 rows that pandas reads."""
+    texts = [f"word {number}" for number in range(words)] + cells
+    (tmp_path / "a.csv").write_text("\n".join(["n,text", *(f"{n},{text}" for n, text in enumerate(texts))]))
+    (tmp_path / "b.csv").write_text("\n".join(["text,n", *(f"{text}," for text in cells)]))
+    config = Data(files=[str(tmp_path / "a.csv"), str(tmp_path / "b.csv")])
+    assert load_documents(config, config)["text"][:] == texts + cells
+
+
+def test_a_part_of_a_table_without_texts(tmp_path, capsys):
+    lines = ["a,1"] * 10_000 + [",2", '"",3', ","]
+    (tmp_path / "a.csv").write_text("\n".join(["text,n", *lines]))
+    config = Data(files=str(tmp_path / "a.csv"), drop_nulls=True)
+    assert load_documents(config, config)["text"][:] == ["a"] * 10_000
+    assert "3 of 10,003 rows are null in 'text'" in capsys.readouterr().out
+
+
+def test_a_table_without_rows_beside_another_one(tmp_path):
+    """Adds nothing, wherever it comes."""
+    for name, rows in ("a", ""), ("b", "word\n"), ("c", ""):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{rows}")
+    config = Data(files=str(tmp_path))
+    assert load_documents(config, config)["text"][:] == ["word"]
+
+
+DATES = ["2024-05-01", "2024-05-01T10:00:00Z", "2024-05-01 10:00"]
+
+
+@pytest.mark.parametrize("before", [[], ["hello", None]], ids=["first", "after texts"])
+@pytest.mark.parametrize("after", [[], ["bye"]], ids=["last", "before texts"])
+def test_dates_are_texts_as_they_are_written(tmp_path, before, after):
+    """Also where all texts of a file are dates, which datasets would take for times."""
+    for name, texts in ("a", before), ("b", DATES), ("c", after):
+        lines = [json.dumps({"text": text, "n": 1, "day": DATES[0]}) for text in texts]
+        if lines:
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    config = Data(files=str(tmp_path), drop_nulls=True)
+    assert load_documents(config, config)["text"][:] == [text for text in before + DATES + after if text]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_dates_in_messages_are_texts(tmp_path, suffix):
+    """In a file after another one, and alone."""
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in ["q", *DATES]]
+    for name, rows in ("a", chats[:1]), ("b", chats[1:]):
+        rows = [{"messages": messages} for messages in rows]
+        text = json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows))
+        (tmp_path / f"{name}.{suffix}").write_text(text)
+    for files, expected in ("*", chats), ("b*", chats[1:]):
+        config = Data(files=str(tmp_path / files), format="chat")
+        assert load_documents(config, config)["messages"][:] == expected
+
+
+@pytest.mark.parametrize(
     "source, held_out, shared",
     [
         ({"files": "docs"}, {"files": ["c.txt", "a.txt"]}, "1 of 2 documents are"),
@@ -171,6 +231,7 @@ def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, tex
         ({"files": "docs"}, {"files": "c.txt"}, None),
         ({"files": "docs"}, {"files": "copy.jsonl"}, "1 of 2 documents are"),
         ({"path": "docs"}, {"path": "docs"}, "2 of 2 documents are"),
+        ({"path": "docs"}, {"files": "docs"}, "2 of 2 documents are"),
         ({"path": "lines"}, {"path": "lines", "split": "train[:20%]"}, "2 of 2 documents are"),
         ({"path": "lines", "split": "train[20%:]"}, {"path": "lines", "split": "train[:20%]"}, None),
         ({"path": "lines"}, {"files": "lines/a.jsonl"}, "10 of 10 documents are"),
@@ -192,8 +253,6 @@ def test_evaluation_on_what_is_trained_on_is_told(tmp_path, monkeypatch, capsys,
     copy = [{"text": "some words of docs/a.txt\n"}, {"text": "some words of docs/d.txt\n"}]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copy))
     (tmp_path / "lines/a.jsonl").write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(10)))
-    if source.get("path") == "docs":  # datasets makes a document per line of these.
-        assert held_out == source
     for _ in range(2):  # Of the first start and of the next.
         load_data(Data(**source, eval_source=held_out), transformers.ByT5Tokenizer(), seed=0)
         told = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
@@ -337,13 +396,14 @@ def test_a_prompt_that_its_template_changes(tmp_path):
         documents(tmp_path, [row], "chat", chat_template=str(tmp_path / "template"))
 
 
-def test_dates_are_not_learned_as_another_text(tmp_path):
-    """Where all texts are dates, a .jsonl is read as times, and "2024-05-01" would be learned as something else."""
-    row = {"messages": [{"role": role, "content": "2024-05-01"} for role in ("user", "assistant")]}
+def test_times_are_not_learned(tmp_path):
+    """datasets makes times of a .jsonl of the Hub whose texts are all dates. How they were written is lost."""
+    day = datetime.datetime(2024, 5, 1)
+    row = {"messages": [{"role": role, "content": day} for role in ("user", "assistant")]}
     with pytest.raises(UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
-        documents(tmp_path, [row], "chat", **CHATML)
+        documents(tmp_path, [row], "chat", saved=True, **CHATML)
     with pytest.raises(UserError, match="'completion' holds timestamp.*, not text; .* save them as .parquet"):
-        documents(tmp_path, [{"prompt": "When?", "completion": "2024-05-01"}], "text")
+        documents(tmp_path, [{"prompt": "When?", "completion": day}], "text", saved=True)
 
 
 def test_columns_that_are_not_read_are_told(tmp_path, capsys):

@@ -140,6 +140,51 @@ def test_the_format_of_a_url(url):
     assert BUILDERS[data_suffix(url)] == "json"
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.txt": "one\n\ntwo\r\n", "sub/b.txt": "three"},
+        {"a.csv": "text\nNA\n007\n", "b.csv": "text\n1.50\n"},
+        {"a.csv": "text,n\na,1,\nb,2,\n"},
+        {"a.jsonl": '{"text": "one"}', "b.jsonl": '{"text": "2024-05-01"}'},
+    ],
+)
+def test_a_folder_is_read_as_its_files_are(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, newline="")
+    assert load_source(Source(path=str(tmp_path)))["text"][:] == texts(str(tmp_path))[:]
+
+
+def test_a_table_of_a_folder_with_more_cells_than_its_header(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\nq1,a1,note\nq2,a2,note\n")
+    with pytest.raises(UserError, match="cannot load .*Length of header"):
+        load_source(Source(path=str(tmp_path)))
+
+
+def test_the_files_of_a_folder_may_be_splits(tmp_path):
+    for name in "train", "test":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n\n{name}")
+    for split in "train", "test":
+        assert load_source(Source(path=str(tmp_path), split=split))["text"][:] == [f"{split}\n\n{split}"]
+
+
+@pytest.mark.parametrize(
+    "readme, name, content, found",
+    [
+        (None, "a.tsv", "text\tn\n007\t1\n", ["007"]),
+        ("{data_files: a.csv, sep: ;}", "a.csv", "text;n\n007;1\n", ["007"]),
+        ("{data_files: a.txt, sample_by: paragraph}", "a.txt", "one\n\ntwo", ["one", "two"]),
+        ("{data_files: a.json, field: rows}", "a.json", '{"rows": [{"text": "one"}]}', ["one"]),
+    ],
+)
+def test_how_a_folder_says_that_it_is_to_be_read(tmp_path, readme, name, content, found):
+    (tmp_path / name).write_text(content)
+    if readme:
+        (tmp_path / "README.md").write_text(f"---\nconfigs: [{{config_name: of_the_folder, {readme[1:]}]\n---\n")
+    assert load_source(Source(path=str(tmp_path)))["text"][:] == found
+
+
 def test_a_saved_folder_has_no_split(tmp_path):
     config = tiny_config(tmp_path)
     config["data"]["split"] = "validation"

@@ -107,7 +107,7 @@ def check_types(documents: datasets.Dataset, format: str) -> None:
         others = [other for other, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
         advice = f"; that is data.format {others[0]}" if others else ""
         if "timestamp" in str(values.type):
-            advice = "; datasets takes texts of a .jsonl that are all dates for times: save them as .parquet"
+            advice = "; datasets takes texts of the Hub's .jsonl for times if all are dates: save them as .parquet"
         require(of_type, f"data.column: {name!r} holds {values.type}, not {FORMATS[format].words}{advice}")
         whole = format != "tokens" or pc.list_flatten(values).null_count == 0
         require(whole, f"data.column: {name!r} holds null among the tokens of a row")

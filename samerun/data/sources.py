@@ -21,7 +21,7 @@ import pandas as pd
 
 from samerun.config import Source
 from samerun.data.stdlib_chats import write_stdlib_chats
-from samerun.data.text_files import TextFiles
+from samerun.data.text_files import leaving_texts
 from samerun.errors import as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
@@ -134,7 +134,9 @@ def load_source(source: Source) -> datasets.Dataset:
         builder = datasets.load_dataset_builder(source.path, source.name)
         local = local_files(builder)
         if local:
-            builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache_of(local))
+            cache = cache_of(local)
+            builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
+            builder = leaving_texts(builder, cache)
         return read(builder, source.split)
 
 
@@ -168,7 +170,10 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
     if folder.exists() and is_noted and not are_as_noted(note):
         say(f"Data: {folder} is not as it was written, and is made anew.")
         mode = "reuse_cache_if_exists"  # Of what is downloaded.
-    builder.download_and_prepare(download_mode=mode)
+    with warnings.catch_warnings():
+        # Otherwise pandas would drop cells that have no column.
+        warnings.filterwarnings("error", "Length of header", pd.errors.ParserWarning)
+        builder.download_and_prepare(download_mode=mode)
     if not note.exists():
         with suppress(PermissionError):  # Another user has made them.
             note_files(note, sorted(folder.glob("*.arrow")))
@@ -254,18 +259,8 @@ def load_files(files: list[str]) -> datasets.Dataset:
         return read_files(builder, files)
 
 
-# By default, datasets takes words such as None and NA in a .csv for empty cells, and if rows have a cell more than the
-# header, it shifts the columns.
-READING = {
-    "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
-}
-
-
 def read_files(builder: str, files: list[str]) -> datasets.Dataset:
-    described = describe_files(builder, files)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # It would drop cells that have no column.
-        return read(described, "train")
+    return read(describe_files(builder, files), "train")
 
 
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
@@ -273,10 +268,7 @@ def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     names = [file if "://" in file else glob.escape(file) for file in files]
     local = [file for file in files if "://" not in file]
     cache = cache_of(local) if local else None
-    described = datasets.load_dataset_builder(builder, data_files=names, cache_dir=cache, **READING.get(builder, {}))
-    if builder == "text":
-        return TextFiles(hash=described.hash, data_files=described.config.data_files, cache_dir=cache)
-    return described
+    return leaving_texts(datasets.load_dataset_builder(builder, data_files=names, cache_dir=cache), cache)
 
 
 def first_bad_file(builder: str, files: list[str]) -> str:
