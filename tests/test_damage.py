@@ -251,7 +251,7 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     assert done.checkpoints[-1] == "step-00000004" and not (done.folder / "model").exists()
     last_logged = 4 if log_every == 1 else 0
     reason = message.removeprefix("error: ")
-    assert done.status == {"status": "failed", "step": last_logged, "reason": reason}
+    assert done.status == {"status": "failed", "step": last_logged, "saved_step": 4, "reason": reason}
     assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
     assert same(helpers.run(tmp_path, config).weights, reference.weights)
 

@@ -45,6 +45,7 @@ class RunFolder:
         self.lock = FileLock(self.path / ".lock")
         self.logged_step: int | None = None  # None until begin().
         self.failure: OSError | None = None  # Of a log line.
+        self.saved_step = 0  # The last one that was seen to have a checkpoint in this folder.
         self.is_ours = False  # Whether what is in the folder is of this run, as far as that is known.
         # Those that this launch will make, the innermost first. A refused launch removes them.
         self.new_folders = []
@@ -70,7 +71,7 @@ class RunFolder:
         is_stopped = isinstance(error, Stopped)
         if is_stopped:
             if self.is_ours:
-                self.set_status("stopped", max(map(step_of, list_checkpoints(self.checkpoints)), default=0))
+                self.set_status("stopped", self.look_for_saved())
             say(f"Stopped by {error} before the first step; the same command continues.")
         elif self.is_writer:
             if error and self.logged_step is not None:
@@ -89,8 +90,13 @@ class RunFolder:
             self.set_status(**status)
         except OSError:  # On a full disk there may still be the place that the file has already.
             with suppress(OSError), open(self.path / "status.json", "r+") as file:
-                file.write(json.dumps(status) + "\n")
+                file.write(self.status_line(**status) + "\n")
                 file.truncate()
+
+    def look_for_saved(self) -> int:
+        """The last step with a checkpoint, 0 for none. It stays the answer where the disk of checkpoints/ is lost."""
+        self.saved_step = max([self.saved_step, *map(step_of, list_checkpoints(self.checkpoints))])
+        return self.saved_step
 
     def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
         """What find_checkpoint() finds: the same on all ranks."""
@@ -110,10 +116,11 @@ class RunFolder:
 
     def check_that_nothing_is_lost(self) -> None:
         """Raises UserError if this launch would replace what another run, or the user, left here."""
-        if list_checkpoints(self.checkpoints):
-            return  # It continues from them.
+        if self.look_for_saved():
+            return  # It continues from there.
         status, model = self.read_status(), self.path / "model"
-        has_saved = status["status"] in ("stopped", "finished") and status["step"] != 0
+        has_ended = status["status"] in ("stopped", "finished") and status["step"] != 0
+        has_saved = has_ended or "saved_step" in status or (status["status"] and model.exists())
         other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
         require(not has_saved, f"run.output_dir: {other}; choose another folder")
         is_ours = status["status"] or not model.exists()
@@ -162,8 +169,15 @@ class RunFolder:
 
     def set_status(self, status: str, step: int, **more: str) -> None:
         if self.is_writer:
-            text = json.dumps({"status": status, "step": step, **more})
+            self.look_for_saved()
+            text = self.status_line(status, step, **more)
             replace_file(self.path / "status.json", text, lasting=status != "running")
+
+    def status_line(self, status: str, step: int, **more: str) -> str:
+        """Of a run that goes on or has failed, it also names the last saved step, if there is one."""
+        has_ended = status in ("stopped", "finished")  # Then `step` is saved.
+        saved = {"saved_step": self.saved_step} if self.saved_step and not has_ended else {}
+        return json.dumps({"status": status, "step": step, **saved, **more})
 
     def is_finished(self, step: int) -> bool:
         """Whether nothing is left to do after this step: the same answer on all ranks, however late a network disk is.
@@ -198,9 +212,10 @@ class RunFolder:
             StopSignal.requested = "a disk that fails"
 
     def check(self) -> None:
-        """Raises what went wrong with a log line. All ranks have saved by now."""
+        """Raises what went wrong with a log line. All ranks have saved by now: the status notes it."""
         if self.failure:
             raise self.failure
+        self.log_status(self.logged_step)
 
 
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
