@@ -273,6 +273,24 @@ def test_what_was_not_saved_is_begun_again(tmp_path, monkeypatch):
     assert done.launches == [0, 0] and len(done.losses) == 5 and done.status == {"status": "finished", "step": 5}
 
 
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "config.yaml"])
+def test_killed_while_it_begins(tmp_path, monkeypatch, name):
+    """After any of the first files, the folder is known as that of a run, and the same command starts it."""
+    config, replace_file = tiny_config(tmp_path), folder_room.replace_file
+
+    def killed(path, *args, **how):
+        replace_file(path, *args, **how)
+        if path.name == name:
+            raise MemoryError("it dies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_room, "replace_file", killed)
+        patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        done = run(tmp_path, config, "--run.max_steps", 5, expect=1)
+    assert (done.folder / name).exists() and not done.output.count("step 1/5")
+    assert run(tmp_path, config, "--run.max_steps", 5).status == {"status": "finished", "step": 5}
+
+
 def test_metrics_that_are_a_link(again):
     """To a file on another disk it stays one. To what is no file it is refused before anything is written."""
     config, before = again

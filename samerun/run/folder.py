@@ -123,8 +123,13 @@ class RunFolder:
         has_saved = has_ended or "saved_step" in status or (status["status"] and model.exists())
         other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
         require(not has_saved, f"run.output_dir: {other}; choose another folder")
-        is_ours = status["status"] or not model.exists()
-        require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
+        foreign = [model] if model.exists() else []
+        if not os.path.lexists(self.path / "status.json"):  # A run writes it before these.
+            files = self.path / "config.yaml", self.path / "metrics.jsonl"
+            foreign += [file for file in files if file.exists() and file.stat().st_size > 0]
+        names = " and ".join(map(str, foreign))
+        advice = "which would replace it; choose a new run.output_dir"
+        require(not foreign, f"run.output_dir: {names} is not of this run, {advice}")
 
     def begin(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
         """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
@@ -133,11 +138,12 @@ class RunFolder:
             return
         for leftover in self.leftovers():
             delete(leftover)
-        self.forget_metrics_after(progress)
+        metrics, kept = self.metrics_until(progress)
+        self.log_status(progress.step)  # First, so that who kills the run now leaves a folder that is known as a run's.
+        replace_file(metrics, kept)
         settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
-        self.log_status(progress.step)
 
     def log_status(self, step: int) -> None:
         """The run goes on, and has come to this step."""
@@ -151,8 +157,9 @@ class RunFolder:
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
         return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
 
-    def forget_metrics_after(self, progress: Progress) -> None:
-        """Later steps and evaluations will be logged again. A last line that was cut short is removed, too."""
+    def metrics_until(self, progress: Progress) -> tuple[Path, str]:
+        """The file of metrics.jsonl, and what to keep of it: later steps and evaluations will be logged again, and a
+        last line may be cut short."""
 
         def is_done(line: dict[str, Any]) -> bool:
             return line["step"] <= (progress.evaluated_step if "eval/loss" in line else progress.step)
@@ -160,12 +167,13 @@ class RunFolder:
         metrics = Path(os.path.realpath(self.path / "metrics.jsonl"))  # A link stays one.
         is_usable = metrics.is_file() or (not metrics.exists() and metrics.parent.is_dir())
         require(is_usable, f"run.output_dir: {self.path}/metrics.jsonl is neither a file nor a link to one; remove it")
-        metrics.touch()
+        if not metrics.exists():
+            return metrics, ""
         with as_user_error(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
             kept = [line for line in whole if is_done(json.loads(line))]
-        replace_file(metrics, "".join(kept))
+        return metrics, "".join(kept)
 
     def set_status(self, status: str, step: int, **more: str) -> None:
         if self.is_writer:
