@@ -198,6 +198,7 @@ def test_half_written_files_are_removed(whole, copy, tmp_path):
         (copy / name).mkdir()
         (copy / name / "half.safetensors").write_bytes(b"half")
     (copy / ".metrics.jsonl.tmp").write_text("half")
+    (copy / ".shared-0.tmp").touch()
     (copy / ".status.json.tmp").write_text("half")
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
 

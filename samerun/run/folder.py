@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,27 @@ class RunFolder:
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-        self.meeting.wait_for_all()  # Now the main process has the lock.
-        self.meeting.together(self.check_shared)
+        self.check_shared()
         return find_checkpoint(resume, self.checkpoints, self.meeting)
 
     def check_shared(self) -> None:
-        """Raises UserError if it is another folder for this rank than for the main process."""
-        is_shared = (self.path / ".lock").exists()
+        """Raises UserError if it is another folder for some rank than for the main process, which has the lock by now.
+
+        The main process makes a file there that no launch before has made, so neither a leftover of another launch nor
+        what a network disk remembers of one is mistaken for it.
+        """
+        name = f".shared-{uuid.uuid4().hex}.tmp"
+        if self.is_writer:
+            (self.path / name).touch()
+        try:
+            name, *_ = self.meeting.gather(name)  # That of the main process.
+            self.meeting.together(lambda: self.check_sees(name))
+        finally:
+            if self.is_writer:
+                (self.path / name).unlink(missing_ok=True)
+
+    def check_sees(self, name: str) -> None:
+        is_shared = (self.path / name).exists()
         require(is_shared, f"run.output_dir {self.path} is another folder on {self.meeting.host}; share one")
 
     def check_that_nothing_is_lost(self) -> None:
@@ -155,7 +170,7 @@ class RunFolder:
         of_checkpoint = re.compile(r"\.step-\d{8,}(\.old)?\.tmp")
         hidden = [path for path in self.checkpoints.glob(".step-*.tmp") if of_checkpoint.fullmatch(path.name)]
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
-        return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
+        return [*hidden, *self.path.glob(".shared-*.tmp"), *(self.path / f".{name}.tmp" for name in names)]
 
     def metrics_until(self, progress: Progress) -> tuple[Path, str]:
         """The file of metrics.jsonl, and what to keep of it: later steps and evaluations will be logged again, and a
