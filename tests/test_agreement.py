@@ -5,6 +5,7 @@ Nodes are two processes of `python train.py` on loopback, with the environment t
 
 import json
 import re
+import socket
 import subprocess
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -170,6 +171,19 @@ SEES_SAMERUN = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom samerun imp
 )
 def test_other_launcher(config, tmp_path, name, values, words):
     assert_refused(tmp_path, start_nodes(tmp_path, config, **{name: values}), words)
+
+
+def test_folders_that_are_not_shared(config, tmp_path):
+    """A launch before has left a lock in each of them."""
+    for rank in range(2):
+        (tmp_path / f"node-{rank}" / "mine").mkdir(parents=True)
+        (tmp_path / f"node-{rank}" / "mine" / ".lock").touch()
+    codes, outputs = finish(*start_nodes(tmp_path, config, "--run.output_dir", "mine"))
+    assert codes == [2, 2], outputs
+    [error] = re.findall("^error: .*", "\n".join(outputs), re.M)
+    assert error == f"error: run.output_dir mine is another folder on {socket.gethostname()}; share one"
+    for rank in range(2):
+        assert [path.name for path in (tmp_path / f"node-{rank}" / "mine").iterdir()] == [".lock"]
 
 
 def test_rows_elsewhere(config, tmp_path):

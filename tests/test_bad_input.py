@@ -826,6 +826,35 @@ case(
 case("output_dir cannot be made", {"run.output_dir": "/proc/out"}, "run.output_dir /proc/out")
 
 
+def no_run(config):
+    """The run folder is none of ours: there is a config, or there are metrics."""
+
+    def make(tmp, data):
+        (tmp / "out" / "status.json").unlink()
+        if config:
+            (tmp / "out" / "metrics.jsonl").write_text("")  # Has nothing to lose.
+            shutil.copy(tmp / "config.yaml", tmp / "out")
+
+    return make
+
+
+case(
+    "output_dir with the config",
+    {},
+    "run.output_dir: TMP/out/config.yaml is not of this run",
+    "choose a new run.output_dir",
+    make=no_run(config=True),
+    argv=["--config", "TMP/out/config.yaml"],
+)
+case(
+    "output_dir with other metrics",
+    {},
+    "run.output_dir: TMP/out/metrics.jsonl is not of this run",
+    "choose a new run.output_dir",
+    make=no_run(config=False),
+)
+
+
 def no_checkpoints(make):
     return lambda tmp, data: make(tmp / "out" / "checkpoints")
 
@@ -1081,6 +1110,7 @@ def contents(folder):
 def test_bad_input(tmp_path, data, monkeypatch, capsys, changes, words, make, argv, env, text):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 9}\n{"step": 9')
+    (tmp_path / "out" / "status.json").write_text('{"status": "failed", "step": 9}')
     section = next((name for name in changes if "." not in name), "")  # A whole section replaced.
     good = {k: v for k, v in GOOD.items() if not section or not k.startswith(f"{section}.")}
     write_config(tmp_path / "config.yaml", good | changes, tmp_path, data)

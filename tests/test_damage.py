@@ -198,6 +198,7 @@ def test_half_written_files_are_removed(whole, copy, tmp_path):
         (copy / name).mkdir()
         (copy / name / "half.safetensors").write_bytes(b"half")
     (copy / ".metrics.jsonl.tmp").write_text("half")
+    (copy / ".shared-0.tmp").touch()
     (copy / ".status.json.tmp").write_text("half")
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
 
@@ -251,7 +252,7 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     assert done.checkpoints[-1] == "step-00000004" and not (done.folder / "model").exists()
     last_logged = 4 if log_every == 1 else 0
     reason = message.removeprefix("error: ")
-    assert done.status == {"status": "failed", "step": last_logged, "reason": reason}
+    assert done.status == {"status": "failed", "step": last_logged, "saved_step": 4, "reason": reason}
     assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
     assert same(helpers.run(tmp_path, config).weights, reference.weights)
 

@@ -219,6 +219,78 @@ def test_a_status_that_is_damaged(again):
     assert "holds a run (finished, step None) without its checkpoints; choose another folder" in done.output
 
 
+def die_at(patch, folder, step):
+    """An error at the beginning of a step. Step 3 waits until the checkpoint of step 2 is there."""
+    train_step = train.train_step
+
+    def dies(setup, batch, *more):
+        while batch.step == 3 and not (folder / "checkpoints" / "step-00000002").exists():  # Saved in the background.
+            time.sleep(0.01)
+        if batch.step == step:
+            raise MemoryError("it dies")
+        return train_step(setup, batch, *more)
+
+    patch.setattr(train, "train_step", dies)
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+@pytest.mark.parametrize("how", ["empty", "gone", "only the model"])
+def test_what_was_saved_is_not_begun_again(tmp_path, monkeypatch, status, how):
+    """Where its checkpoints are away, such as on a disk that is not mounted. When they are back, it goes on."""
+    config, folder = tiny_config(tmp_path), tmp_path / "run"
+    config["run"] |= {"save_every": 2, "max_steps": 5}
+    with monkeypatch.context() as patch:
+        die_at(patch, folder, 4)
+        if status == "running":  # As after a kill.
+            patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        done = run(tmp_path, config, expect=1)
+    assert done.status["status"] == status and done.status["step"] == 3
+    shutil.move(folder / "checkpoints", tmp_path / "away")
+    if how == "empty":
+        (folder / "checkpoints").mkdir()
+    if how == "only the model":
+        (folder / "model").mkdir()
+        (folder / "status.json").write_text(json.dumps({"status": status, "step": 3}))
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    done = run(tmp_path, config, expect=2)
+    assert f"{folder} holds a run ({status}, step 3) without its checkpoints; choose another folder" in done.output
+    assert before == {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    shutil.move(tmp_path / "away", folder / "checkpoints")
+    assert run(tmp_path, config).launches == [0, 2]
+
+
+def test_what_was_not_saved_is_begun_again(tmp_path, monkeypatch):
+    """After a kill before the first checkpoint, nothing is there to go on from, and nothing is lost."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"save_every": 2, "max_steps": 5}
+    with monkeypatch.context() as patch:
+        die_at(patch, tmp_path / "run", 2)
+        patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        done = run(tmp_path, config, expect=1)
+    assert done.status["status"] == "running" and done.status["step"] == 1
+    done = run(tmp_path, config)
+    assert done.launches == [0, 0] and len(done.losses) == 5 and done.status == {"status": "finished", "step": 5}
+
+
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "config.yaml"])
+def test_killed_while_it_begins(tmp_path, monkeypatch, name):
+    """After any of the first files, the folder is known as that of a run, and the same command starts it."""
+    config, replace_file = tiny_config(tmp_path), folder_room.replace_file
+
+    def killed(path, *args, **how):
+        replace_file(path, *args, **how)
+        if path.name == name:
+            raise MemoryError("it dies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_room, "replace_file", killed)
+        patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        done = run(tmp_path, config, "--run.max_steps", 5, expect=1)
+    assert (done.folder / name).exists() and not done.output.count("step 1/5")
+    assert run(tmp_path, config, "--run.max_steps", 5).status == {"status": "finished", "step": 5}
+
+
 def test_metrics_that_are_a_link(again):
     """To a file on another disk it stays one. To what is no file it is refused before anything is written."""
     config, before = again

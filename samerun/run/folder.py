@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class RunFolder:
         self.lock = FileLock(self.path / ".lock")
         self.logged_step: int | None = None  # None until begin().
         self.failure: OSError | None = None  # Of a log line.
+        self.saved_step = 0  # The last one that was seen to have a checkpoint in this folder.
         self.is_ours = False  # Whether what is in the folder is of this run, as far as that is known.
         # Those that this launch will make, the innermost first. A refused launch removes them.
         self.new_folders = []
@@ -70,7 +72,7 @@ class RunFolder:
         is_stopped = isinstance(error, Stopped)
         if is_stopped:
             if self.is_ours:
-                self.set_status("stopped", max(map(step_of, list_checkpoints(self.checkpoints)), default=0))
+                self.set_status("stopped", self.look_for_saved())
             say(f"Stopped by {error} before the first step; the same command continues.")
         elif self.is_writer:
             if error and self.logged_step is not None:
@@ -89,8 +91,13 @@ class RunFolder:
             self.set_status(**status)
         except OSError:  # On a full disk there may still be the place that the file has already.
             with suppress(OSError), open(self.path / "status.json", "r+") as file:
-                file.write(json.dumps(status) + "\n")
+                file.write(self.status_line(**status) + "\n")
                 file.truncate()
+
+    def look_for_saved(self) -> int:
+        """The last step with a checkpoint, 0 for none. It stays the answer where the disk of checkpoints/ is lost."""
+        self.saved_step = max([self.saved_step, *map(step_of, list_checkpoints(self.checkpoints))])
+        return self.saved_step
 
     def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
         """What find_checkpoint() finds: the same on all ranks."""
@@ -99,25 +106,45 @@ class RunFolder:
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-        self.meeting.wait_for_all()  # Now the main process has the lock.
-        self.meeting.together(self.check_shared)
+        self.check_shared()
         return find_checkpoint(resume, self.checkpoints, self.meeting)
 
     def check_shared(self) -> None:
-        """Raises UserError if it is another folder for this rank than for the main process."""
-        is_shared = (self.path / ".lock").exists()
+        """Raises UserError if it is another folder for some rank than for the main process, which has the lock by now.
+
+        The main process makes a file there that no launch before has made, so neither a leftover of another launch nor
+        what a network disk remembers of one is mistaken for it.
+        """
+        name = f".shared-{uuid.uuid4().hex}.tmp"
+        if self.is_writer:
+            (self.path / name).touch()
+        try:
+            name, *_ = self.meeting.gather(name)  # That of the main process.
+            self.meeting.together(lambda: self.check_sees(name))
+        finally:
+            if self.is_writer:
+                (self.path / name).unlink(missing_ok=True)
+
+    def check_sees(self, name: str) -> None:
+        is_shared = (self.path / name).exists()
         require(is_shared, f"run.output_dir {self.path} is another folder on {self.meeting.host}; share one")
 
     def check_that_nothing_is_lost(self) -> None:
         """Raises UserError if this launch would replace what another run, or the user, left here."""
-        if list_checkpoints(self.checkpoints):
-            return  # It continues from them.
+        if self.look_for_saved():
+            return  # It continues from there.
         status, model = self.read_status(), self.path / "model"
-        has_saved = status["status"] in ("stopped", "finished") and status["step"] != 0
+        has_ended = status["status"] in ("stopped", "finished") and status["step"] != 0
+        has_saved = has_ended or "saved_step" in status or (status["status"] and model.exists())
         other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
         require(not has_saved, f"run.output_dir: {other}; choose another folder")
-        is_ours = status["status"] or not model.exists()
-        require(is_ours, f"run.output_dir: {model} is not of this run, which would replace it; choose another folder")
+        foreign = [model] if model.exists() else []
+        if not os.path.lexists(self.path / "status.json"):  # A run writes it before these.
+            files = self.path / "config.yaml", self.path / "metrics.jsonl"
+            foreign += [file for file in files if file.exists() and file.stat().st_size > 0]
+        names = " and ".join(map(str, foreign))
+        advice = "which would replace it; choose a new run.output_dir"
+        require(not foreign, f"run.output_dir: {names} is not of this run, {advice}")
 
     def begin(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
         """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
@@ -126,11 +153,12 @@ class RunFolder:
             return
         for leftover in self.leftovers():
             delete(leftover)
-        self.forget_metrics_after(progress)
+        metrics, kept = self.metrics_until(progress)
+        self.log_status(progress.step)  # First, so that who kills the run now leaves a folder that is known as a run's.
+        replace_file(metrics, kept)
         settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
-        self.log_status(progress.step)
 
     def log_status(self, step: int) -> None:
         """The run goes on, and has come to this step."""
@@ -142,10 +170,11 @@ class RunFolder:
         of_checkpoint = re.compile(r"\.step-\d{8,}(\.old)?\.tmp")
         hidden = [path for path in self.checkpoints.glob(".step-*.tmp") if of_checkpoint.fullmatch(path.name)]
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
-        return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
+        return [*hidden, *self.path.glob(".shared-*.tmp"), *(self.path / f".{name}.tmp" for name in names)]
 
-    def forget_metrics_after(self, progress: Progress) -> None:
-        """Later steps and evaluations will be logged again. A last line that was cut short is removed, too."""
+    def metrics_until(self, progress: Progress) -> tuple[Path, str]:
+        """The file of metrics.jsonl, and what to keep of it: later steps and evaluations will be logged again, and a
+        last line may be cut short."""
 
         def is_done(line: dict[str, Any]) -> bool:
             return line["step"] <= (progress.evaluated_step if "eval/loss" in line else progress.step)
@@ -153,17 +182,25 @@ class RunFolder:
         metrics = Path(os.path.realpath(self.path / "metrics.jsonl"))  # A link stays one.
         is_usable = metrics.is_file() or (not metrics.exists() and metrics.parent.is_dir())
         require(is_usable, f"run.output_dir: {self.path}/metrics.jsonl is neither a file nor a link to one; remove it")
-        metrics.touch()
+        if not metrics.exists():
+            return metrics, ""
         with as_user_error(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
             kept = [line for line in whole if is_done(json.loads(line))]
-        replace_file(metrics, "".join(kept))
+        return metrics, "".join(kept)
 
     def set_status(self, status: str, step: int, **more: str) -> None:
         if self.is_writer:
-            text = json.dumps({"status": status, "step": step, **more})
+            self.look_for_saved()
+            text = self.status_line(status, step, **more)
             replace_file(self.path / "status.json", text, lasting=status != "running")
+
+    def status_line(self, status: str, step: int, **more: str) -> str:
+        """Of a run that goes on or has failed, it also names the last saved step, if there is one."""
+        has_ended = status in ("stopped", "finished")  # Then `step` is saved.
+        saved = {"saved_step": self.saved_step} if self.saved_step and not has_ended else {}
+        return json.dumps({"status": status, "step": step, **saved, **more})
 
     def is_finished(self, step: int) -> bool:
         """Whether nothing is left to do after this step: the same answer on all ranks, however late a network disk is.
@@ -198,9 +235,10 @@ class RunFolder:
             StopSignal.requested = "a disk that fails"
 
     def check(self) -> None:
-        """Raises what went wrong with a log line. All ranks have saved by now."""
+        """Raises what went wrong with a log line. All ranks have saved by now: the status notes it."""
         if self.failure:
             raise self.failure
+        self.log_status(self.logged_step)
 
 
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
