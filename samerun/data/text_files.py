@@ -37,7 +37,7 @@ class TableFiles(Csv):
         for shard, file in enumerate(itertools.chain(*files_iterables)):
             with pd.read_csv(file, iterator=True, dtype=str, **self.config.pd_read_csv_kwargs) as parts:
                 for number, rows in enumerate(parts):
-                    schema = pa.schema({name: pa.string() for name in rows.columns})
+                    schema = pa.schema({name: pa.large_string() for name in rows.columns})
                     yield Key(shard, number), pa.Table.from_pandas(rows, schema, preserve_index=False)
 
 
@@ -71,7 +71,7 @@ def with_texts_for_times(field: pa.Field) -> pa.Field:
     return field.with_type(kind)
 
 
-BUILDERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}
+READERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}
 
 
 # By default, datasets takes words such as None and NA in a .csv for empty cells, and if rows have a cell more than the
@@ -83,7 +83,7 @@ READING = {
 
 def leaving_texts(found: datasets.DatasetBuilder, cache: str | None) -> datasets.DatasetBuilder:
     """The builder from above for the files that datasets has found, or what it has found if they are of other kinds."""
-    if found.name not in BUILDERS:
+    if found.name not in READERS:
         return found
     options = options_of(found.config)
     if found.name == "text" and options:  # The README of a folder asks for its paragraphs, for example.
@@ -92,7 +92,7 @@ def leaving_texts(found: datasets.DatasetBuilder, cache: str | None) -> datasets
     if found.name == "json" and found.info.features:  # The README tells the types of the columns.
         options["features"] = found.info.features
     files = found.config.data_files
-    return BUILDERS[found.name](hash=found.hash, data_files=files, cache_dir=cache, **options)
+    return READERS[found.name](hash=found.hash, data_files=files, cache_dir=cache, **options)
 
 
 def options_of(config: datasets.BuilderConfig) -> dict[str, Any]:
