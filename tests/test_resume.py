@@ -185,6 +185,17 @@ def test_curves_show_where_a_run_was_continued(again, monkeypatch):
     assert len(drawn) == 5  # Evaluations leave a new picture alone; the end does not.
 
 
+def test_curves_that_cannot_be_drawn(tmp_path):
+    """Neither at an evaluation nor at the end are they a reason to fail. Here a folder has their name."""
+    (tmp_path / "run" / "curves.png").mkdir(parents=True)
+    os.utime(tmp_path / "run" / "curves.png", (0, 0))  # Old, so that it is tried at each evaluation.
+    done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 6, "--run.eval_every", 3, curves=True)
+    told = re.findall("^curves.png could not be drawn: .*", done.output, re.M)
+    assert len(told) == 3 and all("Is a directory" in line for line in told)
+    assert done.status == {"status": "finished", "step": 6}
+    assert len(done.losses) == 6 and len(done.logged("eval/loss")) == 2
+
+
 def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
     """Where no progress bar does."""
     output = run(whole[1].folder.parent, whole[0], "--run.output_dir", whole[1].folder.parent / "lines").output

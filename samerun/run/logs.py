@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from samerun.data.batches import MicroBatch
 from samerun.data.rows import Mixture
-from samerun.errors import say
+from samerun.errors import one_line, say
 from samerun.model.loss import add_metrics
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
@@ -23,14 +23,22 @@ from samerun.run.setup import Setup
 def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
     """curves.png from metrics.jsonl: loss, throughput and learning rate against tokens.
 
-    A picture that is younger than so many seconds is left: to draw takes half a second, and longer in a long run.
+    A picture that is younger than so many seconds is left: to draw takes half a second, and longer in a long run. One
+    that cannot be written, such as on a full disk, is no reason to end the run.
     """
     picture = folder / "curves.png"
-    if picture.exists() and time.time() - picture.stat().st_mtime < at_most_every:
-        return
+    try:
+        if picture.exists() and time.time() - picture.stat().st_mtime < at_most_every:
+            return
+        draw_picture(folder / "metrics.jsonl", picture)
+    except OSError as error:
+        say(f"curves.png could not be drawn: {one_line(error)}")
+
+
+def draw_picture(metrics: Path, picture: Path) -> None:
     from matplotlib.figure import Figure  # Not at the top of the file, because a launch begins without it.
 
-    lines = pd.read_json(folder / "metrics.jsonl", lines=True)
+    lines = pd.read_json(metrics, lines=True)
     lines = lines.reindex(columns=lines.columns.union(["train/tokens", "plan/num_processes"]))
     lines["train/tokens"] = lines["train/tokens"].astype(float).ffill() / 1e6
     continued = lines["train/tokens"][lines["plan/num_processes"].notna() & (lines["step"] > 0)].dropna()
