@@ -47,7 +47,7 @@ def type_words(schema: dict[str, Any]) -> str:
 def describe(error: ValidationError, kind: type[Config] = Config) -> str:
     """One line per problem: the dotted path, what is wrong, and what was given."""
     # How pydantic and our tags name the choices of a setting.
-    union_branch = re.compile(r"constrained-int|literal\[.*|function-\w+\[.*|list\[.*|one source|several sources")
+    union_branch = re.compile(r"bool|constrained-int|literal\[.*|function-\w+\[.*|list\[.*|one source|several sources")
     problems = {}
     for problem in error.errors():
         path = ".".join(part for part in map(str, problem["loc"]) if not union_branch.fullmatch(part))

@@ -727,7 +727,7 @@ LARGE = LLAMA | {"vocab_size": 100_000, "hidden_size": 2048, "intermediate_size"
 def advice(monkeypatch, limit: float, processes: int = 2, **batch) -> str:
     """What a launch in bf16 is told to change so that it fits into so many GiB."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    config = memory_config(batch, 2048, architecture=LARGE)
+    config = memory_config(batch, 2048, architecture=LARGE, chunked_loss=False)
     config = config.model_copy(update={"perf": Perf(device_memory_gib=limit)})
     return what_fits(planned(config, processes), planned_model(config))
 
@@ -739,7 +739,7 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
     names = [name for name, _ in said]
     assert names[:2] == ["accelerate_configs/fsdp2.yaml", "--model.chunked_loss true"]
     set_fsdp2(monkeypatch)
-    changes = {"model": {}, "batch": {}}
+    changes = {"model": {"chunked_loss": False}, "batch": {}}
     for name, gib in said:
         for setting, value in re.findall(r"--(\S+) (\S+)", name):
             section, field = setting.split(".")
@@ -749,7 +749,7 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
 
 
 def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
-    config = memory_config(tokens=1024, architecture=LARGE | {"num_hidden_layers": 1})
+    config = memory_config(tokens=1024, architecture=LARGE | {"num_hidden_layers": 1}, chunked_loss=False)
     changes = {"perf": Perf(device_memory_gib=1e-6), "optim": Optim(name="muon")}
     said = what_fits(planned(config.model_copy(update=changes), 2), planned_model(config))
     assert "fsdp2" not in said and "--model.chunked_loss true" in said
