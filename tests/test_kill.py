@@ -206,9 +206,11 @@ class Watch:
             before = self.last
             self.look()
             if before == self.last and self.at(moment, after, delay):
-                if moment == "export":  # An open() that was stopped while it waits starts over: then as a plain file.
-                    # There is no pipe where the export came first, because others keep the cores busy.
-                    (self.export / "tokenizer_config.json").unlink(missing_ok=True)
+                # An open() that was stopped while it waits starts over: then as a plain file. There is no pipe where
+                # the export came first, because others keep the cores busy.
+                pipe = self.export / "tokenizer_config.json"
+                if moment == "export" and pipe.is_fifo():
+                    pipe.unlink()
                 return True
             send(self.ranks, signal.SIGCONT)  # Too late, it has ended: the next one.
         if moment == "export" and self.process.poll() == 0:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from samerun.config import Config
 from samerun.errors import as_user_error
-from samerun.files import delete, replace_file, replace_folder
+from samerun.files import replace_file, replace_folder
 from samerun.run.checkpoint import Progress, load_checkpoint
 from samerun.run.folder import kept_best
 from samerun.run.setup import Setup
@@ -43,7 +43,7 @@ def export_model(setup: Setup) -> None:
     draft = folder.with_name(".model.tmp")
     is_adapter = setup.config.model.lora is not None
     if accelerator.is_main_process:
-        new_folder(draft)
+        draft.mkdir(exist_ok=True)  # What a killed launch has left, RunFolder.begin() has deleted.
         if not is_adapter:
             write_configs(setup.model, draft, setup.export_dtype)
         write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
@@ -90,13 +90,6 @@ def without_storage(weights: dict[str, torch.Tensor], dtype: torch.dtype | None 
         shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's ZeRO-3 leaves a parameter without numbers.
         planned[name] = torch.empty(shape, dtype=kept, device="meta")
     return planned
-
-
-def new_folder(draft: Path) -> None:
-    """In place of one that a killed process has left."""
-    if os.path.lexists(draft):
-        delete(draft)
-    draft.mkdir(parents=True, exist_ok=True)
 
 
 # The files of a model -------------------------------------------------------------------------------------------------

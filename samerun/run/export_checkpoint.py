@@ -26,7 +26,6 @@ from samerun.run.checkpoint import checkpoint_name, find_checkpoint, progress_in
 from samerun.run.export import (
     export_dtype,
     names_of_adapter,
-    new_folder,
     without_storage,
     write_configs,
     write_tokenizer,
@@ -129,6 +128,13 @@ def check_replaceable(folder: Path) -> None:
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     is_free = (has_config and any(folder.glob("*.safetensors"))) or not os.listdir(folder)
     require(is_free, f"--to: {folder} is there, and holds no model; name another folder")
+
+
+def new_folder(draft: Path) -> None:
+    """In place of one that a killed process has left."""
+    if os.path.lexists(draft):
+        delete(draft)
+    draft.mkdir(parents=True, exist_ok=True)
 
 
 class SavedWeights:
