@@ -119,7 +119,7 @@ class Encoder:
 
 def number_of_ids(tokenizer) -> int:
     """The ids that a model needs for it. Some vocabularies have gaps, so that they have fewer tokens than ids."""
-    return max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()))
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
 
 def any_of(names: dict[str, str]) -> re.Pattern:

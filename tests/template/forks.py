@@ -17,8 +17,8 @@ CLASSIFIER: Edits = {
     "train.py": [
         (
             "from samerun.cli import",
-            "from classifier import build_classifier, classification_loss, collate_images\n"
-            "from classifier import flops_per_patch, load_images\n"
+            "from classifier import build_classifier, classification_loss, collate_images, "
+            "flops_per_patch, load_images\n"
             "from samerun.cli import",
         ),
         (

@@ -108,10 +108,10 @@ def test_no_name_is_left_over(task):
 
 
 def test_it_takes_few_lines(task):
-    """At most 21 lines that train.py does not have, beside a module of its own; lines that went are not counted."""
+    """At most 20 lines that train.py does not have, beside a module of its own; lines that went are not counted."""
     ours, theirs = (ROOT / "train.py").read_text().splitlines(), task[0].read_text().splitlines()
     new = [line for line in difflib.ndiff(ours, theirs) if line.startswith("+ ")]
-    assert 8 < len(new) <= 21, "\n".join(new)
+    assert 8 < len(new) <= 20, "\n".join(new)
 
 
 def check(done, task, processes: int) -> None:
