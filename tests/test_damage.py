@@ -1,5 +1,6 @@
 """What goes wrong while training: damaged checkpoints, numbers that are not finite, too little memory, a full disk."""
 
+import concurrent.futures
 import contextlib
 import functools
 import io
@@ -26,6 +27,7 @@ from transformers import LlamaForCausalLM
 import train
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import find_checkpoint, progress_in
+from samerun.run.folder import RunFolder
 from samerun.run.launch import StopSignal
 
 
@@ -391,6 +393,22 @@ def test_disk_full_while_saving(whole, copy, tmp_path):
     assert_disk_full(done, ["step-00000002", "step-00000004"])
     assert not (done.folder / "model").exists()
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_folder_is_free_after_a_failed_save(whole, copy, tmp_path, monkeypatch):
+    """However late the thread that saved comes to its end, main() can be called again."""
+
+    def tell_early(future, error):
+        set_exception(future, error)
+        time.sleep(1)  # The main thread knows it by now.
+
+    set_exception = concurrent.futures.Future.set_exception
+    monkeypatch.setattr(concurrent.futures.Future, "set_exception", tell_early)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    with largest_file(50_000):
+        helpers.run(tmp_path, whole[0], expect=1)
+    monkeypatch.setattr(RunFolder, "PATIENCE", 0)
+    helpers.run(tmp_path, whole[0])
 
 
 def test_what_is_half_removed_is_no_checkpoint(whole, tmp_path, monkeypatch):

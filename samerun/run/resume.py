@@ -203,7 +203,10 @@ class Saver:
     def wait(self) -> None:
         """Raises what went wrong with the last save."""
         while self.pending:
-            self.pending.pop(0).result()
+            done = self.pending.pop(0)
+            if done.exception():
+                self.pool.shutdown()  # Its thread lets go of the run, whose folder is locked as long as anybody has it.
+            done.result()
 
 
 def count_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) -> None:
