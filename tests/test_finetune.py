@@ -30,7 +30,7 @@ from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
-from samerun.model.build import build_model, flops_per_token
+from samerun.model.build import flops_per_token, make_model
 from samerun.model.tokenizer import load_tokenizer, stop_after_turns
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -588,7 +588,7 @@ def test_lora_beside_weights_in_bf16(lora, tmp_path):
     config, _, truth = lora("all-linear")
     settings = Model(**config["model"], dtype="bfloat16")
     found = transformers.AutoConfig.from_pretrained(config["model"]["pretrained"])
-    model = build_model(settings, found, VOCABULARY, 7)
+    model = make_model(settings, found, VOCABULARY, 7)
     types = {(("lora" in name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     assert types == {(True, True, torch.float32), (False, False, torch.bfloat16)}
 

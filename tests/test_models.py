@@ -17,7 +17,7 @@ from samerun.data.batches import collate
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
 from samerun.meeting import Meeting
-from samerun.model.build import add_lora, build_model, compile_model, flops_per_token, has_known_layers, shapes_weights
+from samerun.model.build import add_lora, compile_model, flops_per_token, has_known_layers, make_model, shapes_weights
 from samerun.model.checks import (
     check_chunks,
     check_loss,
@@ -92,7 +92,7 @@ def test_flash_attention_of_transformers_is_told_the_documents():
 
 def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
     found = transformers.AutoConfig.for_model(name, use_cache=False, **shape)
-    model = build_model(Model(attention=attention), found, 0, seed=3).eval()
+    model = make_model(Model(attention=attention), found, 0, seed=3).eval()
     with torch.no_grad():  # At their first values some families hardly look at other tokens.
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -249,7 +249,7 @@ def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
     shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
     for name, more in ("falcon", {}), ("mistral", {"num_key_value_heads": 4, "intermediate_size": 512}):
         found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
-        model = build_model(Model(attention="eager", dtype=dtype), found, 0, seed)
+        model = make_model(Model(attention="eager", dtype=dtype), found, 0, seed)
         with contextlib.nullcontext() if name == "mistral" else pytest.raises(UserError, match="use none"):
             check_loss(model, "concat", LOSS_OF)
 
@@ -362,7 +362,7 @@ def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     losses = []
     for compiled in ("none", kind):
         settings = Model(compile=compiled, chunked_loss=True)
-        model = build_model(settings, found, 0, seed=3)
+        model = make_model(settings, found, 0, seed=3)
         compile_model(model, settings, "none", chunked=True)
         losses.append(pass_of(model, chunked=True)[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -566,7 +566,7 @@ def test_chance_that_the_loss_does_not_show_yet():
     """At first a LoRA adapter adds 0, whatever it drops."""
     found = transformers.AutoConfig.for_model("llama", **SHAPE)
     for share in (0.0, 0.2):
-        model = build_model(Model(lora={"r": 2, "lora_dropout": share}), found, 0, seed=3)
+        model = make_model(Model(lora={"r": 2, "lora_dropout": share}), found, 0, seed=3)
         assert draws_random_numbers(model) == bool(share)
 
 
@@ -578,9 +578,9 @@ def test_every_token_is_trained(name, tmp_path):
         shape |= {"use_mamba_kernels": False, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
     found = transformers.AutoConfig.for_model(name, **shape)
     pad = found.pad_token_id
-    model = build_model(Model(architecture={"model_type": name}), found, 0, seed=3)
+    model = make_model(Model(architecture={"model_type": name}), found, 0, seed=3)
     model.save_pretrained(tmp_path)
-    loaded = build_model(Model(pretrained=str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path), 0, seed=3)
+    loaded = make_model(Model(pretrained=str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path), 0, seed=3)
     for one in model, loaded:
         rows = one.get_input_embeddings().weight
         assert 0.3 < rows[pad].std() / rows.std() < 3
@@ -613,7 +613,7 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     torch._dynamo.reset()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
     settings = Model(compile="regional")
-    model = build_model(settings, found, 0, seed=3)
+    model = make_model(settings, found, 0, seed=3)
     compile_model(model, settings, packing, chunked=False)
     rng = np.random.default_rng(0)
 

@@ -30,7 +30,7 @@ from reference import shuffled, train_reference
 from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.data.batches import collate
 from samerun.errors import UserError
-from samerun.model.build import build_model
+from samerun.model.build import make_model
 from samerun.parallel.layout import check_combination, layout_of
 from samerun.parallel.pipeline import check_layers, divide_layers
 
@@ -196,7 +196,7 @@ def small_model(kind: str, **more):
     found = transformers.AutoConfig.for_model(
         kind, **SHAPE | common | {"num_hidden_layers": 4, "use_cache": False} | more
     )
-    return build_model(Model(), found, 0, seed=3)
+    return make_model(Model(), found, 0, seed=3)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -11,9 +11,11 @@ import transformers
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from samerun.config import Config, Model, as_list
+from samerun.config import Config, Model
+from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
+from samerun.value_types import as_list
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -60,13 +62,27 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
     return shapes[0] != shapes[1]
 
 
-def build_model(
+def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
+    """The model with which a run begins. It is the same on every rank, on the CPU."""
+    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
+    rows, new_tokens = rows_needed(config, tokenizer), added_tokens(config, tokenizer)
+    return make_model(config.model, found, rows, config.run.seed, new_tokens)
+
+
+def rows_needed(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> int:
+    """How many embeddings a run wants to have. Ready tokens came with their vocabulary."""
+    return number_of_ids(tokenizer) if tokenizer and config.data.format != "tokens" else 0
+
+
+def added_tokens(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids of data.special_tokens."""
+    return tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []
+
+
+def make_model(
     config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int, new_tokens: Sequence[int] = ()
 ) -> torch.nn.Module:
-    """The model on the CPU, from its seed or from its files, so that it is the same on every rank.
-
-    `new_tokens` are the ids of data.special_tokens.
-    """
+    """The model from its seed or from its files, with a row for each token and its adapters."""
     torch.manual_seed(seed)
     with as_user_error(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
         model = load_weights(config, found)

@@ -129,6 +129,15 @@ def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedT
         model.generation_config.do_sample = True
 
 
+def use_tokenizer(
+    model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase | None, config: Config
+) -> None:
+    """Let the model, and what is exported of it, know the tokens that begin, end and pad texts, and end turns."""
+    use_special_tokens(model, tokenizer, config)
+    if config.data.has_chats:
+        stop_after_turns(model, tokenizer)
+
+
 def use_special_tokens(
     model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase | None, config: Config
 ) -> None:

@@ -18,7 +18,7 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
 from samerun.errors import require
-from samerun.model.build import build_model, number_of_experts, vocabulary_size
+from samerun.model.build import make_model, number_of_experts, vocabulary_size
 from samerun.model.loss import compute_loss, joins_documents, wants_chunks
 from samerun.optim import hidden_matrices
 from samerun.parallel.layout import check_combination, layout_of
@@ -159,7 +159,7 @@ def model_without_storage(config: Model, found: transformers.PreTrainedConfig, l
     if getattr(text, "mlp_layer_types", None):
         text.mlp_layer_types = text.mlp_layer_types[left_out:]
     with torch.device("meta"):
-        return build_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
+        return make_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
 
 
 class SendingNothing:

@@ -20,8 +20,8 @@ from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
-from samerun.model.build import add_lora, build_model, model_config
-from samerun.model.tokenizer import load_tokenizer, stop_after_turns, use_special_tokens
+from samerun.model.build import add_lora, added_tokens, build_model, model_config, rows_needed
+from samerun.model.tokenizer import load_tokenizer, use_tokenizer
 from samerun.run.checkpoint import checkpoint_name, find_checkpoint, progress_in, verify_checkpoint
 from samerun.run.export import (
     export_dtype,
@@ -198,13 +198,6 @@ def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
             return transformers.AutoModelForCausalLM.from_config(found, **options)
 
 
-def use_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config) -> None:
-    """What a run lets the model know of its tokenizer."""
-    use_special_tokens(model, tokenizer, config)
-    if config.data.has_chats:
-        stop_after_turns(model, tokenizer)
-
-
 def exported_weights(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
@@ -226,23 +219,12 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
     """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
     settings = config.model.model_copy(update={"dtype": kept})
-    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
-    rows = rows_needed(config, tokenizer)
-    model = build_model(settings, found, rows, config.run.seed, added_tokens(config, tokenizer))
+    model = build_model(config.model_copy(update={"model": settings}), tokenizer)
     weights = dict(model.named_parameters())
     for name in saved.found:
         require(name in weights, f"{saved.checkpoint} is of another model: it has {name}")
         weights[name].data.copy_(saved.read(name))
     return model
-
-
-def rows_needed(config: Config, tokenizer: Any) -> int:
-    """How many embeddings a run wants to have. Ready tokens came with their vocabulary."""
-    return number_of_ids(tokenizer) if tokenizer and config.data.format != "tokens" else 0
-
-
-def added_tokens(config: Config, tokenizer: Any) -> list[int]:
-    return tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []
 
 
 def adapter_weights(model: torch.nn.Module, saved: SavedWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ def prepare(args: argparse.Namespace) -> tuple:
 
     from samerun.config import Model
     from samerun.data.batches import collate
-    from samerun.model.build import build_model
+    from samerun.model.build import make_model
 
     found = transformers.LlamaConfig(
         vocab_size=args.vocab_size,
@@ -53,7 +53,7 @@ def prepare(args: argparse.Namespace) -> tuple:
         num_attention_heads=4,
         use_cache=False,
     )
-    model = build_model(Model(), found, 0, seed=0)
+    model = make_model(Model(), found, 0, seed=0)
     length = min(1024, args.tokens)
     ids = np.random.default_rng(0).integers(0, args.vocab_size, (args.tokens // length, length))
     rows = [np.stack([row, row, np.arange(length)]) for row in ids]

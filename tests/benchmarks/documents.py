@@ -40,7 +40,7 @@ def measure(variant: str, length: int, rows: int) -> None:
 
     from samerun.config import Model
     from samerun.data.batches import collate
-    from samerun.model.build import build_model
+    from samerun.model.build import make_model
     from samerun.model.loss import compute_loss, joins_documents
     from train import token_loss
 
@@ -54,7 +54,7 @@ def measure(variant: str, length: int, rows: int) -> None:
         num_key_value_heads=4,
         use_cache=False,
     )
-    model = build_model(Model(), found, 0, seed=0)
+    model = make_model(Model(), found, 0, seed=0)
     if variant == "mask":
         model.set_attn_implementation("sdpa")
     rng = np.random.default_rng(0)

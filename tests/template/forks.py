@@ -27,35 +27,21 @@ CLASSIFIER: Edits = {
         ),
         ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
         ("load_data(config.data, tokenizer, config.run.seed)", "load_images(config.data, config.run.seed)"),
-        ("    vocab_size = number_of_ids(tokenizer) if tokenizer else None\n", ""),
-        (
-            '    needed = vocab_size if config.data.format != "tokens" else 0'
-            "  # Ready tokens came with their vocabulary.\n",
-            "",
-        ),
-        (
-            "build_model(config.model, model_config(config, vocab_size), needed, config.run.seed, new_tokens)",
-            "build_classifier(config.model, config.run.seed)",
-        ),
+        ("build_model(config, tokenizer)", "build_classifier(config.model, config.run.seed)"),
         (
             "flops_per_token(model.config, config.model.lora, round(train_data.attention_length()))",
             "flops_per_patch(model.config, config.data.sequence_length)",
         ),
         (
-            "    new_tokens = tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []\n",
-            "",
-        ),
-        (
             "    check_model(model, config, folder.meeting, loss_of)\n"
             "    chunked = settle_chunks(model, config.model, folder.meeting, loss_of)\n"
             "    parallel.loss_of = functools.partial(loss_of, chunked=chunked)\n"
-            "    use_special_tokens(model, tokenizer, config)\n",
+            "    use_tokenizer(model, tokenizer, config)\n",
             "",
         ),
         ("accelerator.is_main_process and draws_random_numbers(model)", "False"),  # They are tried on text.
         ("    check_prompts(model, config, tokenizer)\n", ""),
         ("config.data.packing, chunked)", "config.data.packing, chunked=False)"),
-        ("    if config.data.has_chats:\n        stop_after_turns(model, tokenizer)\n", ""),
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (

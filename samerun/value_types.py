@@ -1,0 +1,40 @@
+"""Types of the values of settings, beside those that Python and pydantic have."""
+
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from samerun.errors import require
+
+
+def as_list(value: Any) -> Any:
+    """One text stands for a list of one, and null for none."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None)]
+
+
+# A column, or two: of prompts and of their completions.
+Columns = Annotated[
+    list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None), Field(max_length=2)
+]
+
+
+def as_names(value: Any) -> Any:
+    """A list of settings, for which true stood in earlier versions."""
+    advice = "a launch that is refused says which, such as [optim.learning_rate]"
+    require(value is not True, f"name the settings that may change; {advice}")
+    return as_list(None if value is False else value)
+
+
+Names = Annotated[list[Text], BeforeValidator(as_names, json_schema_input_type=Text | list[Text] | None)]
+
+
+Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
