@@ -28,6 +28,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
         "--rounds 1 --vocab-size 500 --tokens 1024",
         r"^model\.chunked_loss .* memory [\d.]+, time [\d.]+$",
     ),
+    "chunked_loss --launch": ("DDP --rounds 1 --vocab-size 500 --tokens 256", r"^DDP +memory [\d.]+, time [\d.]+$"),
     "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
     "documents": (
         "--rounds 1 --rows 1 --lengths 64",
