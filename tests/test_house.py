@@ -12,6 +12,7 @@ FLOORS = {
     "errors": 1,
     "files": 1,
     "yaml12": 1,
+    "value_types": 2,
     "meeting": 2,
     "config": 2,
     "plan": 2,

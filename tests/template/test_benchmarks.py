@@ -45,19 +45,31 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
 }
 
 
+def repository(folder: Path) -> dict[str, str]:
+    """The environment by which git finds a repository whose only commit is the files as they are."""
+    place = {"GIT_DIR": str(folder), "GIT_WORK_TREE": str(ROOT)}
+    me = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for words in (["init", "-q"], ["add", "--all"], [*me, "commit", "-qm", "as they are"]):
+        subprocess.run(["git", *words], cwd=ROOT, check=True, env=os.environ | place)
+    return place
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_it_starts(tmp_path, name):
     options, printed = STARTS[name]
     file, *option = name.split()
     (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    if option == ["--against"]:  # This copy of the files may have no repository.
+        environment |= repository(tmp_path / "git")
     done = subprocess.run(
         [sys.executable, f"tests/benchmarks/{file}.py", *option, *options.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        env=environment,
     )
     assert re.search(printed, done.stdout, re.M), done.stdout + done.stderr
     # What is measured at this size may well break a bound, which is exit status 1, but then there is no traceback.
