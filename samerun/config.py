@@ -42,6 +42,15 @@ class Section(BaseModel):
     )
 
 
+class Hub(Section):
+    repo_id: Text
+    """Repository of the model, OWNER/NAME. It is made if it does not exist."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    every: Literal["end", "best", "save"] = "end"
+    """What is pushed besides the model at the end: nothing, that of each best checkpoint, or of each checkpoint."""
+
+
 class Run(Section):
     output_dir: MayChange[Location] = "runs/default"
     """Folder of the run. The same command continues what it finds there."""
@@ -67,6 +76,8 @@ class Run(Section):
     """Finish early, after this many evaluations in a row that did not lower the evaluation loss; 0 never does."""
     after_save: MayChange[Text | None] = None
     """Shell command to run in the background for each complete checkpoint, whose folder is $CHECKPOINT."""
+    hub: MayChange[Hub | None] = None
+    """Repository on the Hugging Face Hub for the model: {repo_id: OWNER/NAME, private: true, every: end}."""
     resume: MayChange[Location] = "auto"
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None
@@ -290,6 +301,8 @@ class Config(Section):
         self.check_eval_sources()
         evaluates = self.data.eval_source or self.data.eval_fraction
         require(evaluates or not self.run.keep_best, "run.keep_best needs data.eval_fraction or data.eval_source")
+        pushes_best = self.run.hub is not None and self.run.hub.every == "best"
+        require(self.run.keep_best or not pushes_best, "run.hub: every best needs run.keep_best")
         require(evaluates or not self.eval.prompts, "eval.prompts need data.eval_fraction or data.eval_source")
         has_regular_evaluations = evaluates and self.run.eval_every
         require(

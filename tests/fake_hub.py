@@ -2,8 +2,10 @@
 
 with FakeHub({"models/me/tiny": folder, "datasets/me/texts": folder}, gated={"models/me/gated"}) as hub: a command with
 hub.environment uses it in place of huggingface.co. Any other name is missing. hub.requests lists what was asked for.
+With made=FOLDER, models can be pushed: each commit is in hub.commits, and its files are in FOLDER/OWNER/NAME.
 """
 
+import base64
 import hashlib
 import json
 import os
@@ -16,8 +18,9 @@ REVISION = "1" * 40
 
 
 class FakeHub:
-    def __init__(self, repositories: dict[str, Path], gated: set[str] = frozenset()):
-        self.repositories, self.gated, self.requests = repositories, gated, []
+    def __init__(self, repositories: dict[str, Path], gated: set[str] = frozenset(), made: Path | None = None):
+        self.repositories, self.gated, self.requests = dict(repositories), gated, []
+        self.made, self.commits, self.objects, self.is_private = made, [], {}, {}
         handler = type("Handler", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.environment = {
@@ -25,6 +28,7 @@ class FakeHub:
             "HF_HUB_OFFLINE": "0",
             "HF_DATASETS_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": "hf_fake",
             "NO_PROXY": "127.0.0.1",
         }
 
@@ -56,11 +60,58 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: str = "") -> None:
         self.hub.requests.append(f"{self.command} {self.path}")
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
-        if words[0] == "api":
+        if self.command == "POST" and self.hub.made and "paths-info" not in words:
+            self.send_json(self.pushed(words, body))
+        elif words[0] == "api":
             self.answer_about("/".join(words[1:4]), words[4:], body)
         else:
             words = words if words[0] == "datasets" else ["models", *words]
             self.send_content("/".join(words[:3]), words[5:])  # KIND/OWNER/NAME/resolve/REVISION/FILE
+
+    def do_PUT(self) -> None:
+        """A large file."""
+        self.hub.requests.append(f"PUT {self.path}")
+        self.hub.objects[self.path.split("/")[-1]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send(200, b"", {})
+
+    def pushed(self, words: list[str], body: str) -> dict:
+        """What the Hub answers to the requests of a push."""
+        if words[-1] == "validate-yaml":
+            return {"errors": [], "warnings": []}
+        if words[-1] == "create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            folder = self.hub.repositories.setdefault(f"models/{name}", self.hub.made / name)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.hub.is_private[name] = asked.get("visibility") == "private"
+            return {"url": f"{self.hub.environment['HF_ENDPOINT']}/{name}"}
+        if words[-1] == "batch":
+            objects = [self.large_file(one["oid"], one["size"]) for one in json.loads(body)["objects"]]
+            return {"transfer": "basic", "objects": objects}
+        name = "/".join(words[2:4])
+        if "preupload" in words:
+            kinds = {True: "lfs", False: "regular"}
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": one, "uploadMode": kinds[one.endswith((".safetensors", ".png"))]} for one in asked]
+            return {"files": [one | {"shouldIgnore": False} for one in files]}
+        self.commit(self.hub.repositories[f"models/{name}"], [json.loads(line) for line in body.splitlines()])
+        return {"commitUrl": f"{self.hub.environment['HF_ENDPOINT']}/{name}/commit/{REVISION}", "commitOid": REVISION}
+
+    def large_file(self, oid: str, size: int) -> dict:
+        place = {"href": f"{self.hub.environment['HF_ENDPOINT']}/objects/{oid}"}
+        return {"oid": oid, "size": size} | ({} if oid in self.hub.objects else {"actions": {"upload": place}})
+
+    def commit(self, folder: Path, lines: list[dict]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.hub.commits.append(value["summary"])
+            elif line["key"] == "file":
+                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                (folder / value["path"]).write_bytes(self.hub.objects[value["oid"]])
+            elif line["key"] == "deletedFile":
+                (folder / value["path"]).unlink()
 
     def refuse(self, status: int, code: str, message: str) -> None:
         self.send(status, json.dumps({"error": message}).encode(), {"X-Error-Code": code, "X-Error-Message": message})

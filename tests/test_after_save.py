@@ -38,7 +38,7 @@ def test_a_copy_continues_the_run(tmp_path):
 
 def test_a_failure_is_said_and_counted(tmp_path):
     done = run(tmp_path, config_of(tmp_path, "echo first; echo no room there >&2; exit 3"))
-    said = re.findall(r"run.after_save failed for (\S+) \(exit status 3, (\d+) so far\): (.*)", done.output)
+    said = re.findall(r"run.after_save failed for (\S+) \((\d+) so far\): exit status 3: (.*)", done.output)
     assert said[0] == ("step-00000005", "1", "no room there") and done.status["status"] == "finished"
     assert [int(count) for _, count, _ in said] == list(range(1, len(said) + 1)) and said[-1][0] == "step-00000010"
 

@@ -5,17 +5,19 @@ import subprocess
 import threading
 from pathlib import Path
 
-from samerun.errors import is_main_process, say
+from samerun.errors import is_main_process, one_line, say
 
 
-class AfterSave:
-    """Runs the command in the background, on the main process, for one checkpoint at a time.
+class Background:
+    """Does something in the background, on the main process, for one checkpoint at a time.
 
-    While it runs, only the newest checkpoint waits. A failure is said and counted, and ends nothing.
+    While it works, only the newest checkpoint waits. A failure is said and counted, and ends nothing.
     """
 
-    def __init__(self, command: str | None):
-        self.command = command if is_main_process() else None
+    setting = ""  # That asks for it.
+
+    def __init__(self, is_wanted: bool):
+        self.is_wanted = is_wanted and is_main_process()
         self.lock = threading.Lock()
         self.worker: threading.Thread | None = None
         self.waiting: Path | None = None
@@ -23,7 +25,7 @@ class AfterSave:
 
     def begin(self, checkpoint: Path) -> None:
         """Called when a checkpoint is complete, or has been noted in once more."""
-        if not self.command:
+        if not self.is_wanted:
             return
         with self.lock:
             self.waiting = checkpoint
@@ -38,7 +40,34 @@ class AfterSave:
                 if checkpoint is None:
                     self.worker = None
                     return
+            self.attempt(checkpoint)
+
+    def attempt(self, checkpoint: Path) -> None:
+        try:
             self.run(checkpoint)
+        except Exception as error:
+            self.failures += 1
+            say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
+
+    def run(self, checkpoint: Path) -> None:
+        """What is done. Raises what goes wrong."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Return when it is done for the last checkpoint."""
+        with self.lock:
+            worker = self.worker
+        if worker:
+            say(f"Waiting for {self.setting}.")
+            worker.join()
+
+
+class AfterSave(Background):
+    setting = "run.after_save"
+
+    def __init__(self, command: str | None):
+        super().__init__(command is not None)
+        self.command = command
 
     def run(self, checkpoint: Path) -> None:
         path = checkpoint.resolve()
@@ -53,15 +82,5 @@ class AfterSave:
             start_new_session=True,  # Ctrl-C is for the run. It does not end a copy.
         )
         if done.returncode:
-            self.failures += 1
             told = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            status = f"exit status {done.returncode}, {self.failures} so far"
-            say(f"run.after_save failed for {checkpoint.name} ({status}): {told[-1]}")
-
-    def finish(self) -> None:
-        """Return when the command has run for the last checkpoint."""
-        with self.lock:
-            worker = self.worker
-        if worker:
-            say("Waiting for run.after_save.")
-            worker.join()
+            raise RuntimeError(f"exit status {done.returncode}: {told[-1]}")

@@ -28,6 +28,7 @@ from samerun.run.checkpoint import (
     verify_checkpoint,
 )
 from samerun.run.folder import RunFolder, kept_best
+from samerun.run.hub import PushCheckpoints
 from samerun.run.launch import describe_launch, new_host_group
 from samerun.run.replicas import check_copies
 from samerun.run.setup import Setup
@@ -171,6 +172,7 @@ class Saver:
         self.pool = ThreadPoolExecutor(1)
         self.pending: list[Future] = []
         self.after_save = AfterSave(setup.config.run.after_save)
+        self.pushes = PushCheckpoints(setup.config)
         self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
         if found and found[0].parent == self.folder:
             self.saved_step = found[1]["step"]
@@ -182,21 +184,23 @@ class Saver:
         """
         keep = self.setup.config.run.keep_checkpoints
         if progress.step == self.saved_step:
-            self.in_background(progress.step, note_in_checkpoint, self.folder, keep, asdict(progress))
+            self.in_background(progress, note_in_checkpoint, self.folder, keep, asdict(progress))
             return
         self.wait()
         check_copies(self.setup.wrapped, self.group)
         state = self.stager.stage(self.setup.parallel.state_to_save(self.setup.wrapped, self.setup.optimizers))
         manifest = {**self.record, **asdict(progress)}
-        self.in_background(progress.step, save_checkpoint, self.folder, keep, state, manifest, self.group)
+        self.in_background(progress, save_checkpoint, self.folder, keep, state, manifest, self.group)
         self.saved_step = progress.step
 
-    def in_background(self, step: int, work: Callable, *arguments: Any) -> None:
+    def in_background(self, progress: Progress, work: Callable, *arguments: Any) -> None:
         """Do what leaves a complete checkpoint of this step."""
+        checkpoint, is_best = self.folder / checkpoint_name(progress.step), progress.is_best()
 
         def run() -> None:
             work(*arguments)
-            self.after_save.begin(self.folder / checkpoint_name(step))
+            self.after_save.begin(checkpoint)
+            self.pushes.begin(checkpoint, is_best)
 
         self.pending.append(self.pool.submit(run))
 
@@ -207,6 +211,11 @@ class Saver:
             if done.exception():
                 self.pool.shutdown()  # Its thread lets go of the run, whose folder is locked as long as anybody has it.
             done.result()
+
+    def finish_in_background(self) -> None:
+        """Return when all that is done for complete checkpoints is done."""
+        self.after_save.finish()
+        self.pushes.finish()
 
 
 def count_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) -> None:

@@ -147,9 +147,20 @@ def patience(house: House) -> None:
 
 def after_save(house: House) -> None:
     house.drop_setting("run.after_save", None)
-    house.drop_statements("train", "after_save")
+    hub(house)  # Its pushes are made in the same way.
+    house.drop_statements("train", "finish_in_background")
     house.drop_statements("Saver", "after_save")
+    house.drop_definition("finish_in_background")
     house.drop_definition("AfterSave")
+    house.drop_definition("Background")
+
+
+def hub(house: House) -> None:
+    house.drop_setting("run.hub", None)
+    house.drop_statements("train", "push_export")
+    house.drop_statements("Saver", "pushes")
+    house.drop_definition("PushCheckpoints")
+    house.drop_definition("push_export")
 
 
 def chunked_loss(house: House) -> None:
@@ -347,6 +358,7 @@ FEATURES = {
     "keep_best": keep_best,
     "patience": patience,
     "after_save": after_save,
+    "hub": hub,
     "chunked_loss": chunked_loss,
     "evaluation": evaluation,
     "FSDP": fsdp,
@@ -365,6 +377,7 @@ FILES = {
     "LoRA": ["configs/lora_8b.yaml"],
     "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
     "after_save": ["samerun/run/after_save.py", "tests/test_after_save.py"],
+    "hub": ["samerun/run/hub.py", "tests/test_hub.py"],
     "samples": ["samerun/run/sample.py"],
     "packing": ["tests/test_packing.py"],
     "sources": ["tests/test_mixture.py"],

@@ -1,0 +1,134 @@
+"""What run.hub does: the model goes to the Hugging Face Hub, with a card that says how it was trained."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import huggingface_hub
+
+from samerun.config import Config
+from samerun.errors import is_main_process, one_line, require, say
+from samerun.files import replace_file
+from samerun.run.after_save import Background
+from samerun.yaml12 import to_yaml
+
+# A launcher sets them for its ranks. The export of a checkpoint is one process.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECRET = {"after_save", "tracker_options"}  # Of section run. They may hold passwords.
+
+
+class PushCheckpoints(Background):
+    """Exports a checkpoint by another process, and pushes that."""
+
+    setting = "run.hub"
+
+    def __init__(self, config: Config):
+        self.every = config.run.hub.every if config.run.hub else "end"
+        super().__init__(self.every != "end")
+        self.config = config
+        self.latest: Path | None = None  # What is noted in a checkpoint later changes no weight.
+
+    def begin(self, checkpoint: Path, is_best: bool = False) -> None:
+        if (self.every == "save" or is_best) and checkpoint != self.latest:
+            self.latest = checkpoint
+            super().begin(checkpoint)
+
+    def run(self, checkpoint: Path) -> None:
+        folder, step = Path(self.config.run.output_dir), int(checkpoint.name.removeprefix("step-"))
+        with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as draft:
+            script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
+            words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", draft]
+            environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+            done = subprocess.run(
+                [sys.executable, script, *map(str, words)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the run.
+            )
+            told = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+            require(done.returncode == 0, f"cannot export it: {told[-1]}")
+            push(Path(draft), self.config, step)
+
+
+def push_export(config: Config, step: int) -> None:
+    """Push the model of a run that has finished after this step, unless that is done. Only the main process does it.
+
+    A failure is said. It ends nothing, because the same command tries again.
+    """
+    hub, folder = config.run.hub, Path(config.run.output_dir)
+    if hub is None or not is_main_process():
+        return
+    note, wanted = folder / "hub.json", {"repo_id": hub.repo_id, "step": step}
+    if note.exists() and json.loads(note.read_text()) == wanted:
+        return
+    try:
+        push(folder / "model", config, step)
+        replace_file(note, json.dumps(wanted))
+    except Exception as error:
+        say(f"run.hub failed: {one_line(error)}. The model is in {folder}/model; the same command pushes it.")
+
+
+def push(model: Path, config: Config, step: int) -> None:
+    """Let the repository have the files of this folder and a card, in one commit. What it has is not sent again."""
+    # Without a network at the start, nothing was asked of the Hub. It may be there by now.
+    asked = os.environ.get("HF_HUB_OFFLINE", "")
+    huggingface_hub.constants.HF_HUB_OFFLINE = asked.upper() in ("1", "ON", "YES", "TRUE")
+    hub, run = config.run.hub, Path(config.run.output_dir)
+    api = huggingface_hub.HfApi()
+    made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in [*model.iterdir(), run / "curves.png"]:
+            if file.exists():
+                (Path(folder) / file.name).symlink_to(file.resolve())
+        card = Path(folder) / "README.md"
+        card.unlink(missing_ok=True)  # peft writes one.
+        card.write_text(model_card(run, config, step))
+        told = api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=folder,
+            commit_message=f"Step {step:,}",
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # Those of an earlier push.
+        )
+    say(f"Pushed: step {step:,} to {told.repo_url}")
+
+
+def model_card(run: Path, config: Config, step: int) -> str:
+    """From what the run folder has: the plan, the last metrics until this step, the curves, the config."""
+    pretrained = config.model.pretrained
+    data = huggingface_hub.ModelCardData(
+        library_name="peft" if config.model.lora is not None else "transformers",
+        base_model=pretrained if pretrained and not os.path.exists(pretrained) else None,
+        tags=["samerun"],
+    )
+    plan, metrics = {}, {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if line["step"] <= step:
+            metrics |= {name: value for name, value in line.items() if name.startswith(("train/", "eval/"))}
+            plan |= {name: value for name, value in line.items() if name.startswith("plan/")}
+    lines = []
+    for name, value in (plan | metrics).items():
+        if value is not None:
+            lines.append(f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |")
+    settings = config.model_dump(mode="json", exclude={"run": SECRET})
+    curves = "\n![Loss, learning rate and throughput](curves.png)\n" if (run / "curves.png").exists() else ""
+    return f"""---
+{data.to_yaml()}
+---
+
+# {config.run.hub.repo_id.split("/")[-1]}
+
+The model after step {step:,} of a run of `train.py`. It loads with `from_pretrained()`.
+{curves}
+| | |
+|---|---|
+{chr(10).join(lines)}
+
+```yaml
+{to_yaml(settings)}```
+"""
