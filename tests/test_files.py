@@ -185,6 +185,15 @@ def test_how_a_folder_says_that_it_is_to_be_read(tmp_path, readme, name, content
     assert load_source(Source(path=str(tmp_path)))["text"][:] == found
 
 
+def test_a_tsv_is_a_table_also_by_its_name(tmp_path):
+    (tmp_path / "a.tsv").write_text("text\tn\n007, b\t1\n")
+    found = load_source(Source(files=[str(tmp_path / "a.tsv")]))
+    assert found[:] == {"text": ["007, b"], "n": ["1"]}
+    (tmp_path / "a.csv").write_text("text,n\n007,1\n")
+    with pytest.raises(UserError, match=".tsv and .csv files do not mix"):
+        load_source(Source(files=[str(tmp_path / "a.tsv"), str(tmp_path / "a.csv")]))
+
+
 def test_a_saved_folder_has_no_split(tmp_path):
     config = tiny_config(tmp_path)
     config["data"]["split"] = "validation"

@@ -88,6 +88,7 @@ BUILDERS = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -234,7 +235,7 @@ def saved_state(source: Source) -> dict[str, Any] | None:
 
 
 def builder_of(files: list[str]) -> str:
-    """The builder of datasets that reads these files."""
+    """The builder of datasets that reads these files; tsv is that of .csv, with tabs."""
     builders = {BUILDERS.get(data_suffix(file), "text"): data_suffix(file) for file in files}
     kinds = " and ".join(suffix or "text" for suffix in builders.values())
     require(len(builders) == 1, f"data.files: {kinds} files do not mix; choose by a pattern")
@@ -268,7 +269,9 @@ def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     names = [file if "://" in file else glob.escape(file) for file in files]
     local = [file for file in files if "://" not in file]
     cache = cache_of(local) if local else None
-    return leaving_texts(datasets.load_dataset_builder(builder, data_files=names, cache_dir=cache), cache)
+    # As datasets itself reads the .tsv of a folder.
+    kind, options = ("csv", {"sep": "\t"}) if builder == "tsv" else (builder, {})
+    return leaving_texts(datasets.load_dataset_builder(kind, data_files=names, cache_dir=cache, **options), cache)
 
 
 def first_bad_file(builder: str, files: list[str]) -> str:
