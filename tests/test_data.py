@@ -109,6 +109,20 @@ def test_a_prompt_is_not_learned(tmp_path):
     ]
 
 
+def test_the_end_after_an_empty_completion_is_learned(tmp_path):
+    """Also if the tokenizer ends each text by itself, and so the prompt alone as well."""
+    name = byte_tokenizer(tmp_path / "tokenizer", None)
+    tokenizer = load_tokenizer(Data(files="a", tokenizer=name), Model())
+    ends = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", END)])
+    for processor in tokenizer.backend_tokenizer.post_processor, ends:
+        if processor:
+            tokenizer.backend_tokenizer.post_processor = processor
+        batch = {"prompt": ["ab", "ab"], "completion": ["", "c"]}
+        rows = tokenize_text(batch, [0, 1], ["prompt", "completion"], Encoder(tokenizer))
+        assert rows["input_ids"] == [[*b"ab", END], [*b"abc", END]]
+        assert rows["labels"] == [[-100, -100, END], [-100, -100, *b"c", END]]
+
+
 def test_a_column_of_texts_goes_before_a_pair(tmp_path):
     row = {"prompt": "a", "completion": "b", "text": "c"}
     assert documents(tmp_path, [row], "text") == [{"input_ids": [*b"c", END]}]

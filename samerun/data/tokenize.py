@@ -120,6 +120,7 @@ def tokenize_text(batch: dict, numbers: list[int], columns: list[str], encoder: 
         return {"input_ids": documents}
     labels = []
     for ids, prompt in zip(documents, encoder.texts(batch[columns[0]])):
-        start = common_length(ids, prompt)
+        # Some tokenizers end each text by themselves. The end is not of the prompt, also if its completion is empty.
+        start = common_length(ids[:-1] if ids[-1:] == [end] else ids, prompt)
         labels.append([-100] * start + ids[start:])
     return {"input_ids": documents, "labels": labels}
