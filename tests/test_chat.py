@@ -301,6 +301,12 @@ def test_samples_that_do_not_think(tmp_path):
     assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == expected
 
 
+def test_templates_of_which_none_is_the_default(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, {"rag": "a", "tool_use": "b"})
+    with pytest.raises(UserError, match="data.chat_template: null.* only for rag, tool_use; name a file"):
+        load_tokenizer(Data(files="a", format="chat", tokenizer=tokenizer), Model())
+
+
 @pytest.mark.parametrize("name, problem", [("enable_thinkng", "does not read it"), ("messages", "always gets it")])
 def test_a_variable_that_would_do_nothing(tmp_path, name, problem):
     tokenizer = byte_tokenizer(tmp_path, (TEMPLATES / "qwen3.jinja").read_text())

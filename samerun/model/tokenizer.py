@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from samerun.config import Config, Data, Model
 from samerun.data.chat import accepted_turns, marks_turns, tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.errors import as_user_error, require, say
+from samerun.errors import UserError, as_user_error, require, say
 
 
 def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase | None:
@@ -44,7 +44,13 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
 
 def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Where the tokenizer's own template does not mark what the assistant says, TRL may have one that does."""
-    if tokenizer.chat_template is None or marks_turns(tokenizer.get_chat_template()):
+    found = tokenizer.chat_template
+    if isinstance(found, dict) and "default" not in found:
+        problem = (
+            f"data.chat_template: null, and {tokenizer.name_or_path} has templates only for {', '.join(sorted(found))}"
+        )
+        raise UserError(f"{problem}; name a file, such as configs/chat_template.jinja")
+    if found is None or marks_turns(tokenizer.get_chat_template()):
         return
     from trl.chat_template_utils import get_training_chat_template  # Not at the top of the file: it takes two seconds.
 
