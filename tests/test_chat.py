@@ -307,6 +307,12 @@ def test_templates_of_which_none_is_the_default(tmp_path):
         load_tokenizer(Data(files="a", format="chat", tokenizer=tokenizer), Model())
 
 
+@pytest.mark.parametrize("calls", ["x", {"name": "x"}, [["x"]], [{"function": "x"}]])
+def test_calls_that_are_none(made, calls):
+    with pytest.raises(UserError, match="row 0, counted from 0: .*tool_calls has .*a list of calls"):
+        made([chat(("user", "a"), ("assistant", "b", {"tool_calls": calls}.items()))], chat_template=CHATML)
+
+
 @pytest.mark.parametrize("name, problem", [("enable_thinkng", "does not read it"), ("messages", "always gets it")])
 def test_a_variable_that_would_do_nothing(tmp_path, name, problem):
     tokenizer = byte_tokenizer(tmp_path, (TEMPLATES / "qwen3.jinja").read_text())

@@ -186,7 +186,11 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
 def call_of(call: Any) -> dict[str, Any]:
     """A call of a tool. OpenAI writes its arguments as JSON in a text, which many templates would quote once more."""
     call = parsed(call)
-    function = call.get("function", call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError(
+            f"tool_calls has {call!r}; it is a list of calls, each with the name and arguments of a function"
+        )
     if "arguments" in function:
         function = function | {"arguments": parsed(function["arguments"])}
     return call | {"function": function} if "function" in call else function
