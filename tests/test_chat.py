@@ -290,6 +290,13 @@ def test_variables_are_the_same_in_training_and_in_samples(made, tmp_path):
     assert other == said.replace("quick", "")
 
 
+def test_a_variable_leaves_the_line_by_which_a_template_begins(made, tmp_path):
+    (tmp_path / "template").write_text("\n{{ mood }}" + Path(CHATML).read_text())
+    settings = {"chat_template": str(tmp_path / "template"), "chat_template_kwargs": {"mood": "so"}}
+    [pieces] = made([chat(("user", "a"), ("assistant", "b"))], **settings)
+    assert pieces[0] == "\nso" + qwen("user", "a") + "<|im_start|>assistant\n"
+
+
 def test_samples_that_do_not_think(tmp_path):
     name = byte_tokenizer(tmp_path, (TEMPLATES / "qwen3.jinja").read_text())
     data = {"files": ["a"], "format": "chat", "tokenizer": name, "chat_template_kwargs": {"enable_thinking": False}}

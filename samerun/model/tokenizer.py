@@ -76,7 +76,8 @@ def set_variables(tokenizer: transformers.PreTrainedTokenizerBase, variables: di
         is_read = re.search(rf"\b{name}\b", str(templates))
         require(is_read, f"{setting}: the chat template does not read it")
         require(name not in given, f"{setting}: a chat template always gets it; it cannot be set")
-        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        # Jinja drops the line end after a block: the one written here, and not that by which the template may begin.
+        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
     if isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = {name: lines + template for name, template in tokenizer.chat_template.items()}
     elif tokenizer.chat_template is not None:
