@@ -51,8 +51,8 @@ def as_user_error(what: str, name: str | None = None):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether there is no room left on a disk."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether there is no room left, on a disk or for a file."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def interruption(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -45,10 +45,10 @@ def test_model_and_card(tmp_path):
 def test_a_failure_ends_nothing_and_the_same_command_pushes(tmp_path):
     config = config_of(tmp_path)
     with FakeHub({}, made=tmp_path / "hub") as hub:
-        gone = hub.environment
+        gone = hub.environment | {"HF_TOKEN": "", "HF_HOME": str(tmp_path / "home")}
     done = launch(tmp_path, config, processes=None, env=gone)
     assert done.status["status"] == "finished" and len(re.findall("^run.hub failed: .*", done.output, re.M)) == 1
-    assert "Traceback" not in done.output
+    assert "Traceback" not in done.output and done.output.count("hf auth login") == 1
     with FakeHub({}, made=tmp_path / "hub") as hub:
         assert "Finished already" in push(tmp_path, config, hub).output
         assert hub.commits == ["Step 6"] and (tmp_path / "hub/me/tiny/model.safetensors").is_file()

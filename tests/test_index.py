@@ -331,13 +331,13 @@ def test_rows_keep_no_file_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before and len(rows.read(0))
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", [errno.ENOSPC, errno.EFBIG, None])  # EFBIG: by `ulimit -f`, or a FAT disk.
 def test_a_cache_disk_that_is_full(tmp_path, monkeypatch, full):
     """Is what the message is about, and not the documents. So is a machine without a place for temporary files."""
 
     def fails(*args):
         if full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(full, os.strerror(full))
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
 
     monkeypatch.setattr("samerun.data.tokenize.tokenize_part", fails)
@@ -345,7 +345,7 @@ def test_a_cache_disk_that_is_full(tmp_path, monkeypatch, full):
     (tmp_path / "a.txt").write_text("some words")
     config["data"] = {"files": str(tmp_path / "a.txt"), "tokenizer": "bytes", "sequence_length": 4}
     done = run(tmp_path, config, expect=1)
-    cache = f"No space left on device: the cache of data sets, {datasets.config.HF_DATASETS_CACHE}; make room there"
+    cache = f"{os.strerror(full or 0)}: the cache of data sets, {datasets.config.HF_DATASETS_CACHE}; make room there"
     place = "No usable temporary directory found in ['/tmp', '/var/tmp']; set TMPDIR to a folder that can be written"
     assert (cache if full else place) in done.output and "cannot use" not in done.output
 

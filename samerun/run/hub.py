@@ -31,6 +31,8 @@ class PushCheckpoints(Background):
         super().__init__(self.every != "end")
         self.config = config
         self.latest: Path | None = None  # What is noted in a checkpoint later changes no weight.
+        if config.run.hub and not huggingface_hub.get_token():
+            say("run.hub: nobody is logged in. Before the end of the run, call `hf auth login`, or nothing is pushed.")
 
     def begin(self, checkpoint: Path, is_best: bool = False) -> None:
         if (self.every == "save" or is_best) and checkpoint != self.latest:
@@ -64,12 +66,12 @@ def push_export(config: Config, step: int) -> None:
     hub, folder = config.run.hub, Path(config.run.output_dir)
     if hub is None or not is_main_process():
         return
-    note, wanted = folder / "hub.json", {"repo_id": hub.repo_id, "step": step}
-    if note.exists() and json.loads(note.read_text()) == wanted:
+    note, wanted = folder / "hub.json", json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
+    if note.exists() and note.read_text() == wanted:
         return
     try:
         push(folder / "model", config, step)
-        replace_file(note, json.dumps(wanted))
+        replace_file(note, wanted)
     except Exception as error:
         say(f"run.hub failed: {one_line(error)}. The model is in {folder}/model; the same command pushes it.")
 
