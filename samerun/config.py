@@ -77,7 +77,7 @@ class Run(Section):
     after_save: MayChange[Text | None] = None
     """Shell command to run in the background for each complete checkpoint, whose folder is $CHECKPOINT."""
     hub: MayChange[Hub | None] = None
-    """Repository on the Hugging Face Hub for the model: {repo_id: OWNER/NAME, private: true, every: end}."""
+    """Repository on the Hub for the model: {repo_id: OWNER/NAME, private: true, every: end | best | save}."""
     resume: MayChange[Location] = "auto"
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None

@@ -70,7 +70,7 @@ def schema_fields(node, definitions, prefix=""):
     fields = {}
     for name, field in node["properties"].items():
         nested = [kind["$ref"].split("/")[-1] for kind in (field, *field.get("anyOf", [])) if "$ref" in kind]
-        if nested and nested != ["Source"]:  # A source is a value: data lists the same fields with their docs.
+        if nested and nested[0] not in ("Source", "Hub"):  # A source is a value: data lists the same fields.
             fields |= schema_fields(definitions[nested[0]], definitions, f"{prefix}{name}.")
         else:
             fields[prefix + name] = field
@@ -177,7 +177,7 @@ def test_ranges(load, refusal, path, edge, beyond):
 def test_every_field_refuses_another_type(refusal):
     """A mapping where there is none, and a number for what is one: refused under the field's own path, once."""
     for path in FIELDS:
-        mappings = ("model.architecture", "model.lora", "data.eval_source", "data.chat_template_kwargs")
+        mappings = ("model.architecture", "model.lora", "data.eval_source", "data.chat_template_kwargs", "run.hub")
         wrong = "3" if path in mappings else "{x: 1}"
         message = refusal(f"--{path}", wrong)
         assert re.match(rf"(--)?{path}\b.*$(?!\n)", message or "accepted"), f"{path}: {message}"

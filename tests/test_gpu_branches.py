@@ -149,7 +149,7 @@ def test_a_checkpoint_is_copied_to_pinned_memory(tmp_path, monkeypatch, device, 
     chosen = []
     monkeypatch.setattr("samerun.run.resume.StateDictStager", lambda pin_memory: chosen.append(pin_memory))
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-    config = SimpleNamespace(run=SimpleNamespace(after_save=None))
+    config = SimpleNamespace(run=SimpleNamespace(after_save=None, hub=None))
     folder = SimpleNamespace(checkpoints=tmp_path)
     Saver(SimpleNamespace(accelerator=accelerator, folder=folder, config=config), {}, None)
     assert chosen == [pinned]

@@ -78,9 +78,6 @@ def push_export(config: Config, step: int) -> None:
 
 def push(model: Path, config: Config, step: int) -> None:
     """Let the repository have the files of this folder and a card, in one commit. What it has is not sent again."""
-    # Without a network at the start, nothing was asked of the Hub. It may be there by now.
-    asked = os.environ.get("HF_HUB_OFFLINE", "")
-    huggingface_hub.constants.HF_HUB_OFFLINE = asked.upper() in ("1", "ON", "YES", "TRUE")
     hub, run = config.run.hub, Path(config.run.output_dir)
     api = huggingface_hub.HfApi()
     made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)

@@ -150,7 +150,6 @@ def after_save(house: House) -> None:
     hub(house)  # Its pushes are made in the same way.
     house.drop_statements("train", "finish_in_background")
     house.drop_statements("Saver", "after_save")
-    house.drop_definition("finish_in_background")
     house.drop_definition("AfterSave")
     house.drop_definition("Background")
 
@@ -376,7 +375,7 @@ FEATURES = {
 FILES = {
     "LoRA": ["configs/lora_8b.yaml"],
     "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
-    "after_save": ["samerun/run/after_save.py", "tests/test_after_save.py"],
+    "after_save": ["samerun/run/after_save.py", "samerun/run/hub.py", "tests/test_after_save.py", "tests/test_hub.py"],
     "hub": ["samerun/run/hub.py", "tests/test_hub.py"],
     "samples": ["samerun/run/sample.py"],
     "packing": ["tests/test_packing.py"],
