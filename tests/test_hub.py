@@ -68,6 +68,23 @@ def test_while_it_trains(tmp_path, every):
     assert not list(done.folder.glob(".hub-*"))
 
 
+@pytest.mark.slow
+def test_the_best_model(tmp_path):
+    """Its card is of its step, which is not the last one. A run that has finished already knows it, too."""
+    config = config_of(tmp_path, keep_best=True, eval_every=2)
+    config["optim"] |= {"learning_rate": 3.0, "warmup_steps": 3}
+    with FakeHub({}, made=tmp_path / "hub") as hub:
+        done = push(tmp_path, config, hub)
+        losses = done.logged("eval/loss")
+        best = 2 * (1 + losses.index(min(losses)))
+        assert best < 6 and hub.commits == [f"Step {best}"]
+        card = (tmp_path / "hub" / "me" / "tiny" / "README.md").read_text()
+        assert f"after step {best} " in card and f"| eval/loss | {min(losses):.6g} |" in card
+        (done.folder / "hub.json").unlink()
+        push(tmp_path, config, hub)
+        assert hub.commits == [f"Step {best}"] * 2
+
+
 def test_an_earlier_push_leaves_no_files(tmp_path):
     """Such as the shards of a model that had more of them."""
     pushed = tmp_path / "hub" / "me" / "tiny"

@@ -14,6 +14,7 @@ from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
 from samerun.files import replace_file
 from samerun.run.after_save import Background
+from samerun.run.checkpoint import Progress, step_of
 from samerun.yaml12 import to_yaml
 
 # A launcher sets them for its ranks. The export of a checkpoint is one process.
@@ -40,7 +41,7 @@ class PushCheckpoints(Background):
             super().begin(checkpoint)
 
     def run(self, checkpoint: Path) -> None:
-        folder, step = Path(self.config.run.output_dir), int(checkpoint.name.removeprefix("step-"))
+        folder, step = Path(self.config.run.output_dir), step_of(checkpoint)
         with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as draft:
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
             words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", draft]
@@ -58,14 +59,17 @@ class PushCheckpoints(Background):
             push(Path(draft), self.config, step)
 
 
-def push_export(config: Config, step: int) -> None:
-    """Push the model of a run that has finished after this step, unless that is done. Only the main process does it.
+def push_export(config: Config, progress: Progress) -> None:
+    """Push the model of a run that has finished, unless that is done. Only the main process does it.
 
     A failure is said. It ends nothing, because the same command tries again.
     """
     hub, folder = config.run.hub, Path(config.run.output_dir)
     if hub is None or not is_main_process():
         return
+    step = progress.step
+    if config.run.keep_best and progress.best_checkpoint:
+        step = step_of(Path(progress.best_checkpoint))
     note, wanted = folder / "hub.json", json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
     if note.exists() and note.read_text() == wanted:
         return

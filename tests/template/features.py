@@ -124,6 +124,14 @@ def auto(house: House) -> None:
 def keep_best(house: House) -> None:
     house.drop_setting("run.keep_best", False)
     house.replace("training_loop", "progress.is_best()", "False")
+    house.replace("Saver.in_background", "progress.is_best()", "False")
+    house.drop_parameter("PushCheckpoints.begin", "is_best", False)
+    house.drop_statements("Config.check", "pushes_best")
+    house.reword('["end", "best", "save"]', '["end", "save"]')
+    house.reword(
+        "nothing, that of each best checkpoint, or of each checkpoint.", "nothing, or that of each checkpoint."
+    )
+    house.reword("every: end | best | save}", "every: end | save}")
     house.replace("export_best", "kept_best(setup.folder, progress)", "None")
     house.drop_statements("chosen_checkpoint", "run.keep_best")
     house.drop_statements("resume", "kept_best")
