@@ -35,8 +35,8 @@ class PushCheckpoints(Background):
         if config.run.hub and not huggingface_hub.get_token():
             say("run.hub: nobody is logged in. Before the end of the run, call `hf auth login`, or nothing is pushed.")
 
-    def begin(self, checkpoint: Path, is_best: bool = False) -> None:
-        if (self.every == "save" or is_best) and checkpoint != self.latest:
+    def begin(self, checkpoint: Path) -> None:
+        if checkpoint != self.latest:
             self.latest = checkpoint
             super().begin(checkpoint)
 

@@ -195,12 +195,14 @@ class Saver:
 
     def in_background(self, progress: Progress, work: Callable, *arguments: Any) -> None:
         """Do what leaves a complete checkpoint of this step."""
-        checkpoint, is_best = self.folder / checkpoint_name(progress.step), progress.is_best()
+        checkpoint = self.folder / checkpoint_name(progress.step)
+        is_pushed = self.pushes.every == "save" or progress.is_best()
 
         def run() -> None:
             work(*arguments)
             self.after_save.begin(checkpoint)
-            self.pushes.begin(checkpoint, is_best)
+            if is_pushed:
+                self.pushes.begin(checkpoint)
 
         self.pending.append(self.pool.submit(run))
 

@@ -125,7 +125,6 @@ def keep_best(house: House) -> None:
     house.drop_setting("run.keep_best", False)
     house.replace("training_loop", "progress.is_best()", "False")
     house.replace("Saver.in_background", "progress.is_best()", "False")
-    house.drop_parameter("PushCheckpoints.begin", "is_best", False)
     house.drop_statements("Config.check", "pushes_best")
     house.reword('["end", "best", "save"]', '["end", "save"]')
     house.reword(
