@@ -171,6 +171,11 @@ def test_other_tokens_in_the_same_place(tmp_path):
         assert rows_of(tmp_path, "a.bin") == rows_of(tmp_path, f"{seed}.parquet")
 
 
+def llm_c_header() -> bytes:
+    """As its data/data_common.py has it."""
+    return np.array([20240520, 1, 3, *[0] * 253], "<i4").tobytes() + np.array([50256, 1, 2], "<u2").tobytes()
+
+
 def spoil(path: Path, offset: int, value: bytes) -> None:
     old = path.read_bytes()
     path.write_bytes(old[:offset] + value + old[offset + len(value) :])
@@ -190,6 +195,7 @@ def spoil(path: Path, offset: int, value: bytes) -> None:
         (lambda folder: np.save(folder / "b.npy", np.zeros(9, np.float32)), "array of <f4 with 1 axes"),
         (lambda folder: np.save(folder / "b.npy", np.zeros(9, ">u2")), "array of >u2 with 1 axes"),
         (lambda folder: np.save(folder / "b.npy", np.zeros(9, np.uint32)), "b.npy has uint32; give files of the same"),
+        (lambda folder: (folder / "b.bin").write_bytes(llm_c_header()), "b.bin: .* header of llm.c; cut it"),
         (lambda folder: (folder / "b.txt").write_text("a"), "a.bin and .*b.txt do not mix"),
     ],
 )

@@ -85,6 +85,9 @@ def open_token_files(
     return opened
 
 
+LLM_C = 20240520, 20240801  # With which the 256 int32 begin that llm.c and modded-nanogpt write before their tokens.
+
+
 def open_token_file(file: str, dtype: str | None, end: int | None) -> TokenFile:
     data = np.frombuffer(pa.memory_map(file).read_buffer(), np.uint8)
     index = Path(file).with_suffix(".idx")
@@ -95,6 +98,8 @@ def open_token_file(file: str, dtype: str | None, end: int | None) -> TokenFile:
         return TokenFile(file, tokens, offsets, 0)
     kind, shape, header = read_npy_header(file)
     if kind is None:
+        has_header = int.from_bytes(data[:4].tobytes(), "little") in LLM_C
+        require(not has_header, f"it begins with a header of llm.c; cut it: tail -c +1025 {file} > NEW.bin")
         require(dtype, "it does not tell the type of its tokens; give data.token_dtype: uint16 or uint32")
         kind = np.dtype(dtype)
     is_native = kind.kind in "ui" and kind.isnative
