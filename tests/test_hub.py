@@ -55,12 +55,12 @@ def test_a_failure_ends_nothing_and_the_same_command_pushes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["save", "best"])
-def test_while_it_trains(tmp_path, every):
+@pytest.mark.parametrize("every, processes", [("save", None), ("best", 2)])
+def test_while_it_trains(tmp_path, every, processes):
     """The models of checkpoints go from the background, where another process exports them."""
     config = config_of(tmp_path, every, keep_best=True, eval_every=2)
     with FakeHub({}, made=tmp_path / "hub") as hub:
-        done = push(tmp_path, config, hub)
+        done = launch(tmp_path, config, processes=processes, env=hub.environment)
     assert "failed" not in done.output and set(hub.commits) <= {"Step 2", "Step 4", "Step 6"}
     assert hub.commits[-2:] == ["Step 6"] * 2  # From the background, and at the end.
     pushed = load_file(tmp_path / "hub" / "me" / "tiny" / "model.safetensors")

@@ -519,7 +519,9 @@ def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing, chunked
     monkeypatch.setattr(train, "training_loop", counted)
     for steps in (5, 9):
         run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
-    assert counts[0] == counts[1] > 0
+    # At the one log line each metric of the loss, the norm and the guard's counters; before the save these again.
+    _, logged = train.token_loss(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+    assert counts == [len(logged) + 3] * 2
 
 
 def test_pretrained_models_drop_out_from_the_first_step(tmp_path):

@@ -13,12 +13,11 @@ import huggingface_hub
 from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
 from samerun.files import replace_file
+from samerun.meeting import OF_A_LAUNCH
 from samerun.run.after_save import Background
 from samerun.run.checkpoint import Progress, step_of
 from samerun.yaml12 import to_yaml
 
-# A launcher sets them for its ranks. The export of a checkpoint is one process.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SECRET = {"after_save", "tracker_options"}  # Of section run. They may hold passwords.
 
 
@@ -45,7 +44,8 @@ class PushCheckpoints(Background):
         with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as draft:
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
             words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", draft]
-            environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+            # The export is one process, and no rank.
+            environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
             done = subprocess.run(
                 [sys.executable, script, *map(str, words)],
                 env=environment,
