@@ -46,7 +46,10 @@ def test_a_failure_ends_nothing_and_the_same_command_pushes(tmp_path):
     config = config_of(tmp_path)
     with FakeHub({}, made=tmp_path / "hub") as hub:
         gone = hub.environment | {"HF_TOKEN": "", "HF_HOME": str(tmp_path / "home")}
+    left = tmp_path / "run" / ".hub-x.tmp" / "model"  # By a launch that was killed.
+    left.mkdir(parents=True)
     done = launch(tmp_path, config, processes=None, env=gone)
+    assert not left.parent.exists()
     assert done.status["status"] == "finished" and len(re.findall("^run.hub failed: .*", done.output, re.M)) == 1
     assert "Traceback" not in done.output and done.output.count("hf auth login") == 1
     with FakeHub({}, made=tmp_path / "hub") as hub:

@@ -170,7 +170,8 @@ class RunFolder:
         of_checkpoint = re.compile(r"\.step-\d{8,}(\.old)?\.tmp")
         hidden = [path for path in self.checkpoints.glob(".step-*.tmp") if of_checkpoint.fullmatch(path.name)]
         names = ("config.yaml", "status.json", "metrics.jsonl", "model", "model.old")
-        return [*hidden, *self.path.glob(".shared-*.tmp"), *(self.path / f".{name}.tmp" for name in names)]
+        hidden += [*self.path.glob(".shared-*.tmp"), *self.path.glob(".hub-*.tmp")]
+        return [*hidden, *(self.path / f".{name}.tmp" for name in names)]
 
     def metrics_until(self, progress: Progress) -> tuple[Path, str]:
         """The file of metrics.jsonl, and what to keep of it: later steps and evaluations will be logged again, and a

@@ -41,9 +41,10 @@ class PushCheckpoints(Background):
 
     def run(self, checkpoint: Path) -> None:
         folder, step = Path(self.config.run.output_dir), step_of(checkpoint)
-        with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as draft:
+        with tempfile.TemporaryDirectory(prefix=".hub-", suffix=".tmp", dir=folder) as draft:
+            model = Path(draft) / "model"
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
-            words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", draft]
+            words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", model]
             # The export is one process, and no rank.
             environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
             done = subprocess.run(
@@ -56,7 +57,7 @@ class PushCheckpoints(Background):
             )
             told = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
             require(done.returncode == 0, f"cannot export it: {told[-1]}")
-            push(Path(draft), self.config, step)
+            push(model, self.config, step)
 
 
 def push_export(config: Config, progress: Progress) -> None:

@@ -166,6 +166,7 @@ def hub(house: House) -> None:
     house.drop_statements("train", "push_export")
     house.drop_statements("Saver", "pushes")
     house.drop_definition("PushCheckpoints")
+    house.reword(', *self.path.glob(".hub-*.tmp")', "")
     house.drop_definition("push_export")
 
 
