@@ -21,7 +21,8 @@ def help_text(story: str, kind: type[Config]) -> str:
     sections = kind.model_json_schema()["$defs"]
     for path, field in config_fields(kind).items():
         section, name = path.split(".")
-        words = type_words(sections[section.capitalize()]["properties"][name])
+        properties = sections[kind.model_fields[section].annotation.__name__]["properties"]
+        words = type_words(properties[name])
         text += f"\n  --{path}  {words}, default {json.dumps(field.default)}\n      {field.description}"
     return text
 

@@ -5,7 +5,6 @@ import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
-import pandas as pd
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -88,7 +87,7 @@ class Run(Section):
     """How many updates in a row may be skipped because a number is not finite."""
     export_dtype: MayChange[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """Type of the exported weights. auto: that of model.pretrained or, of a new model, the precision of the launch."""
-    timeout_minutes: MayChange[PositiveFloat] = 30
+    timeout_minutes: MayChange[float] = Field(30, gt=0, le=1e6)
     """Minutes without a word from another process after which it is lost, and the run ends. Work may take longer."""
     trackers: MayChange[Texts] = ["tensorboard"]
     """Accelerate's trackers that get every metric, such as tensorboard and wandb."""
@@ -184,7 +183,7 @@ class Data(Source):
     """Read a special token where a document or a prompt says one, as <|endoftext|>. Otherwise that is plain text."""
     tokenizer: Location | None = None
     """Hub name or folder, or bytes for UTF-8; null: that of model.pretrained, or bytes; with format tokens, none."""
-    sequence_length: int = Field(512, ge=2)
+    sequence_length: int = Field(512, ge=2, lt=2**31)
     """The most tokens in a row. A longer document continues in further rows."""
     packing: Literal["none", "concat", "best_fit"] = "concat"
     """none gives each document its own row, concat cuts the joined documents, best_fit keeps them whole."""
@@ -221,7 +220,7 @@ class Model(Section):
     gradient_checkpointing: MayChange[bool] = False
     """Compute activations again in the backward pass. This saves memory and costs time."""
     chunked_loss: MayChange[bool | Literal["auto"]] = "auto"
-    """Hold the logits of 768 targets at a time. auto does so for 16,384 tokens or more, if the model allows it."""
+    """Hold the logits of 768 targets at a time. auto does so for 4,096 tokens or more, if the model allows it."""
     compile: MayChange[Literal["none", "regional", "full"]] = "none"
     """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
     expert_ranks: MayChange[PositiveInt] = 1
@@ -278,6 +277,10 @@ class Perf(Section):
     """Peak TFLOP/s of one device, for MFU; null takes it from a table of known devices."""
     device_memory_gib: MayChange[PositiveFloat | None] = None
     """Memory of one device in GiB. With it, --plan says what a run takes, and how to make it fit."""
+    host_memory_gib: MayChange[PositiveFloat | None] = None
+    """Memory of one host in GiB. With it, --plan says what the start, a checkpoint and the export take of it."""
+    ranks_per_host: MayChange[PositiveInt] = 8
+    """How many processes share a host, for --plan with perf.host_memory_gib."""
     profile_steps: MayChange[list[PositiveInt] | None] = Field(None, min_length=2, max_length=2)
     """[first, last]: the steps to profile."""
 
@@ -446,7 +449,12 @@ def config_fields(kind: type[Config]) -> dict[str, Any]:
     return known
 
 
-def flatten(nested: dict[str, Any]) -> dict[str, Any]:
-    """One dictionary with dotted names."""
-    [flat] = pd.json_normalize(nested).to_dict("records")
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """One dictionary with dotted names. An empty one is a value, unless it is a section, which then says nothing."""
+    flat = {}
+    for name, value in nested.items():
+        if isinstance(value, dict) and (value or not prefix):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
     return flat

@@ -38,7 +38,7 @@ def begin(is_script: bool) -> float:
     return started
 
 
-earlier_signals = []  # For StopSignal, which answers them when it can write down that the launch was stopped.
+earlier_signals = []  # Answered by StopSignal, which is made later, and by a Meeting to which nobody comes.
 
 
 def while_importing(number: int, frame) -> None:
@@ -53,11 +53,9 @@ def while_importing(number: int, frame) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Processes that tokenize are ended by theirs. A terminal sends its Ctrl-C to all of them.
-
-    They end by an exception: one that is killed while it holds a lock of the pool would make the parent wait forever.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    """A fork is ended by its parent. A terminal sends its Ctrl-C to both."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -67,11 +65,11 @@ def end_with_launcher() -> None:
     Otherwise the ranks of a dead launcher live on, and so do the tokenizing workers of a dead rank. A fork does not
     inherit the request and makes its own.
     """
-    end_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.register_at_fork(after_in_child=end_with_parent)
+    ask_kernel = ctypes.CDLL(None).prctl
+    os.register_at_fork(after_in_child=functools.partial(ask_kernel, PR_SET_PDEATHSIG, signal.SIGKILL))
     # Only for a launcher. What `nohup python train.py &` starts outlives its shell.
     parent = b""
     with suppress(OSError):
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     if "TORCHELASTIC_RUN_ID" in os.environ or re.search(rb"(^|/)accelerate(-launch)?\0|accelerate\.commands", parent):
-        end_with_parent()
+        ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)

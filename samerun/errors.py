@@ -26,6 +26,10 @@ class LostRank(RuntimeError):
     """Another rank has ended, or no longer answers."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has come, to this process or to another one, while what goes on is not needed for a checkpoint."""
+
+
 def require(condition: Any, message: str) -> None:
     if not condition:
         raise UserError(message)

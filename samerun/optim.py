@@ -15,7 +15,7 @@ def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """
     found, of_norms = set(), set()
     for module in model.modules():
-        if "Norm" in type(module).__name__:
+        if "Norm" in type(module).__name__ and not isinstance(module, torch.nn.Embedding):
             of_norms.update(module.parameters(recurse=False))
     for name, parameter in model.named_parameters():
         last = name.rpartition(".")[2]
@@ -31,8 +31,9 @@ def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
     Experts that are stacked in one weight are left to AdamW, because torch's Muon takes no more than two dimensions.
     """
-    outside = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    outside.add(model.get_output_embeddings().weight)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # With their adapters.
+    ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    outside = {weight for module in ends for weight in module.parameters()}
     outside |= {weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name}  # By peft.
     return {matrix for matrix in weight_matrices(model) - outside if matrix.ndim == 2}
 
@@ -51,8 +52,12 @@ class Guard:
         self.skipped_in_a_row = torch.tensor(skipped_in_a_row, device=device)
 
     def skip(self) -> None:
-        """Count a step without an update, which is no sign of trouble."""
+        """Count a step without an update, which is no sign of trouble.
+
+        It ends a row of skipped updates, unless the row is too long already: then its first step must stay known.
+        """
         self.skipped_steps = self.skipped_steps + 1
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * (self.skipped_in_a_row > self.max_skipped_steps)
 
     def update(self, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Call the optimizers, unless a value is not finite or too many updates in a row were skipped already."""

@@ -53,7 +53,10 @@ for number_tag, pattern in NUMBERS.items():
 
 def parse_yaml(text: str | IO[str]) -> Any:
     """Raises yaml.YAMLError, which tells line and column, and the name of an opened file."""
-    return unshared(yaml.load(text, Loader))
+    try:
+        return unshared(yaml.load(text, Loader))
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply, or an alias stands within what it stands for") from None
 
 
 def unshared(value: Any) -> Any:
@@ -64,4 +67,5 @@ def unshared(value: Any) -> Any:
 
 
 def to_yaml(value: Any) -> str:
+    # The first of several evaluations is to stay the first.
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -8,7 +8,6 @@ done.output, done.metrics, done.losses, done.weights, done.status
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from unittest import mock
 import datasets
 import numpy as np
 import psutil
+import pytest
 import torch
 import transformers
 import warm as warm_process
@@ -31,7 +31,6 @@ from safetensors.torch import load_file
 
 import train
 from samerun.model import build
-from samerun.model.loss import compute_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tests run beside each other, and the threads of one would wait for those of the others: main() leaves it at one here.
@@ -214,7 +213,7 @@ def by_strategy(folder: Path, config: dict, name: str, *overrides, options: tupl
     return launch(folder, config, *settings, *overrides, **how, script=script, warm=True, timeout=900)
 
 
-LOSS_OF = functools.partial(compute_loss, token_loss=train.token_loss)  # As the strategies and checks get it.
+LOSS_OF = train.loss_function(train.Settings.model_construct())  # As the strategies and checks get it.
 COUNT_FLOPS, COUNTED = build.flops_per_token, {}
 
 
@@ -272,6 +271,11 @@ def write_rows(folder: Path, rows: list[dict]) -> Path:
     """Save rows as a dataset that data.path takes."""
     datasets.Dataset.from_list(rows).save_to_disk(folder)
     return folder
+
+
+def slow_but(*fast: str, of: list[str]) -> list:
+    """For parametrize(): the tests of all of these are slow but a few."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in of]
 
 
 def tiny_config(folder: Path) -> dict:

@@ -83,6 +83,10 @@ case(
     "max_steps",
     text="run:\n  max_steps: 3\n  seed: 1\n  max_steps: 4\n",
 )
+case("an alias in itself", {}, "an alias stands within", text="data: &a\n  x: *a\n")
+case("brackets without end", {}, "nested too deeply", text=f"run: {'[' * 3000}{']' * 3000}\n")
+case("too many minutes", {"run": {"timeout_minutes": 1e300}}, "run.timeout_minutes", "less than or equal to 1000000")
+case("too long rows", {"data": {"sequence_length": 10**21}}, "data.sequence_length", "less than 2147483648")
 case("config is a list", {}, "TMP/config.yaml: its top level must be sections", text="- run\n- batch\n")
 case(
     "config is a list, and there is an override",
@@ -926,15 +930,14 @@ case(
     "data.sequence_length: 32",
     "run.seed: 0",
     "optim.learning_rate",
-    "--run.allow_changes '[data fingerprint, run.seed, batch.global_batch_size, data.sequence_length, optim.learning_",
+    "--run.allow_changes '[run.seed, batch.global_batch_size, data.sequence_length, optim.learning_",
     "new run.output_dir",
     make=trained(),
 )
 case(
     "rows in another order",
     {"run.max_steps": 6},
-    "Another version of train.py shuffled them",
-    "finish the run with that version",
+    "Finish the run with the version of the script that began it",
     "new run.output_dir",
     "--run.allow_changes '[data fingerprint, order of the rows]'",
     make=trained(as_shuffled_by_numpy),

@@ -147,7 +147,11 @@ def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):
 LEFT_OUT = {"train": {"train": False}, "weight": {"weight": 0}, "either": {"train": False, "weight": 1}}
 
 
-@pytest.mark.parametrize("template", [{"chat_template": CHATML}, {"template": "llama3_1.jinja"}], ids=["marks", "none"])
+ENDS_WITH_A_BLOCK = {"chat_template": str(TEMPLATES / "phi3_training.jinja")}
+WRITTEN_BY = {"marks": {"chat_template": CHATML}, "none": {"template": "llama3_1.jinja"}, "end": ENDS_WITH_A_BLOCK}
+
+
+@pytest.mark.parametrize("template", WRITTEN_BY.values(), ids=WRITTEN_BY)
 @pytest.mark.parametrize("key", LEFT_OUT)
 def test_turns_that_are_left_out(made, template, key):
     (user, hi), (assistant, said), *rest = TALK
@@ -202,6 +206,13 @@ def test_tools_and_calls_as_qwen3_writes_them(made, way):
     assert pieces[2] == qwen("user", "<tool_response>\n30\n</tool_response>") + "<|im_start|>assistant\n"
     assert pieces[3] == "<think>\n\n</think>\n\nYes.<|im_end|>\n" and len(pieces) == 4
     assert without[0] == qwen("user", "2+2?") + "<|im_start|>assistant\n"
+
+
+def test_nulls_in_a_text_are_meant(made):
+    """Arrow adds nulls to mappings, and none to texts."""
+    schema = WEATHER | {"default": None}
+    [pieces] = made([with_call(json.dumps({"city": None}), json.dumps([schema]))], "qwen3.jinja")
+    assert json.dumps(schema) in pieces[0] and '"arguments": {"city": null}' in pieces[1]
 
 
 @pytest.mark.parametrize("way", WAYS)

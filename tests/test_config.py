@@ -33,7 +33,7 @@ def load(tmp_path):
 
     def load(*words, text=GOOD):
         (tmp_path / "config.yaml").write_text(text)
-        return load_config(["--config", str(tmp_path / "config.yaml"), *words])[0]
+        return load_config(["--config", str(tmp_path / "config.yaml"), *words], train.Settings)[0]
 
     return load
 

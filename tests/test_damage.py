@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import helpers
 import pytest
@@ -25,7 +26,9 @@ from torch._subclasses.fake_tensor import is_fake
 from transformers import LlamaForCausalLM
 
 import train
+from samerun import files
 from samerun.meeting import Meeting
+from samerun.optim import Guard
 from samerun.run.checkpoint import find_checkpoint, progress_in
 from samerun.run.folder import RunFolder
 from samerun.run.launch import StopSignal
@@ -280,10 +283,52 @@ def test_not_finite_gives_up(whole, tmp_path, monkeypatch):
     assert [line["step"] for line in done.metrics if "train/loss" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_steps_without_targets_among_skipped_ones(allowed):
+    """They end a row. If that is too long already, its first step stays the one that is named."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    guard, optimizers = Guard(allowed, 0, 0, torch.device("cpu")), [torch.optim.AdamW([parameter], fused=True)]
+    number, nothing = torch.tensor(1.0), torch.tensor(float("nan"))
+    guard.skip()
+    guard.update(optimizers, number, number)
+    assert guard.read() == (1, 0)
+    for _ in range(allowed):
+        guard.update(optimizers, nothing, number)
+        guard.skip()
+        guard.update(optimizers, number, number)
+    assert guard.read() == (1 + 2 * allowed, 0) and optimizers[0].state[parameter]["step"] == 1 + allowed
+    for _ in range(allowed + 1):
+        guard.update(optimizers, number, nothing)
+    guard.skip()
+    guard.update(optimizers, number, number)
+    assert guard.read() == (4 + 3 * allowed, 3 + allowed)
+
+
 def test_overflow(whole, tmp_path):
     done = helpers.run(tmp_path, whole[0], "--optim.learning_rate", "1e30", expect=1)
     assert len(re.findall("^error: .*step 2 .*not finite", done.output, re.MULTILINE)) == 1
     assert not list(done.folder.glob("checkpoints/*"))
+
+
+# Power ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_checkpoint_is_on_the_disk(whole, tmp_path, monkeypatch):
+    """Each of its files, and their names, before it gets its own, which is then on the disk before the next save."""
+    events, sync, replace = [], files.sync, os.replace
+    monkeypatch.setattr(files, "sync", lambda path: events.append(Path(path).name) or sync(path))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: events.append((Path(old).name, Path(new).name)) or replace(old, new)
+    )
+    done, last = helpers.run(tmp_path, whole[0]), 0
+    for name in done.checkpoints:
+        renamed = events.index((f".{name}.tmp", name))
+        before = max(at for at, event in enumerate(events[:renamed]) if event == f".{name}.tmp")
+        written = {path.name for path in (done.folder / "checkpoints" / name).iterdir()}
+        assert len(written) > 1 and written <= set(events[last:before])
+        assert events[renamed + 1] == "checkpoints"
+        last = renamed
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

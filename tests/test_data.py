@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Data, Model
+from samerun.data import sources
 from samerun.data.documents import load_documents
 from samerun.data.encode import Encoder
 from samerun.data.load import load_data
@@ -35,6 +36,31 @@ def config(tmp_path):
     config["run"] |= {"max_steps": 2}
     config["optim"]["warmup_steps"] = 0
     return config
+
+
+def test_many_files_that_cannot_be_read(tmp_path, monkeypatch):
+    """A failure passes, or none of the files is to blame for it. Never are some of them taken for all."""
+    files = [str(tmp_path / f"{number:02}.jsonl") for number in range(20)]
+    for number, file in enumerate(files):
+        Path(file).write_text(json.dumps({"text": str(number)}))
+    read, calls = sources.read_files, []
+
+    def fail_once(builder: str, some: list[str]) -> datasets.Dataset:
+        calls.append(some)
+        if len(calls) == 1:
+            raise OSError("503")
+        return read(builder, some)
+
+    def have_room_for_ten(builder: str, some: list[str]) -> datasets.Dataset:
+        if len(some) > 10:
+            raise OSError("No space left on device")
+        return read(builder, some)
+
+    monkeypatch.setattr(sources, "read_files", fail_once)
+    assert list(sources.load_files(files)["text"]) == [str(number) for number in range(20)]
+    monkeypatch.setattr(sources, "read_files", have_room_for_ten)
+    with pytest.raises(UserError, match=f"cannot load {files[0]} and 19 more files: .*No space"):
+        sources.load_files(files)
 
 
 # Tokens --------------------------------------------------------------------------------------------------------------
@@ -121,6 +147,20 @@ def test_the_end_after_an_empty_completion_is_learned(tmp_path):
         rows = tokenize_text(batch, [0, 1], ["prompt", "completion"], Encoder(tokenizer))
         assert rows["input_ids"] == [[*b"ab", END], [*b"abc", END]]
         assert rows["labels"] == [[-100, -100, END], [-100, -100, *b"c", END]]
+
+
+def test_a_prompt_that_alone_has_other_tokens():
+    """GPT-2 leaves the last of several line breaks to the word that follows, if there is one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*alphabet, "ĊĊ"])}
+    plain = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain)
+    prompts = ["Q:\n\n", "Q:    "]
+    assert len(tokenizer(prompts[0])["input_ids"]) == 3
+    batch = {"prompt": prompts, "completion": ["A1", ""]}
+    rows = tokenize_text(batch, [0, 1], ["prompt", "completion"], Encoder(tokenizer))
+    assert rows["labels"] == [[-100] * 4 + [vocabulary["A"], vocabulary["1"]], [-100] * 6]
 
 
 def test_a_column_of_texts_goes_before_a_pair(tmp_path):

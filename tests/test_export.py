@@ -18,6 +18,7 @@ from helpers import (
     launch,
     make_rows,
     run,
+    slow_but,
     tiny_config,
     tiny_model,
     write_rows,
@@ -217,7 +218,6 @@ LAYOUTS = {  # Kind of model, launcher file, processes, sizes for Accelerate, se
     "pipeline, tensor": ("qwen3", "multi_gpu", 4, {"TP": 2}, IN_A_PIPELINE),
     "tied, all": ("qwen3", "fsdp2", 8, {"TP": 2}, (*IN_A_PIPELINE, "--batch.max_micro_batch_size", 3)),
 }
-QUICK = "FSDP2", "pipeline, tensor"
 
 
 def config_of(folder: Path, kind: str) -> dict:
@@ -241,9 +241,7 @@ def on_layout(folder: Path, config: dict, layout: str, change: str, *overrides, 
     return launch(folder, config, *settings, *overrides, **how)
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but("pipeline, tensor", of=LAYOUTS))
 def test_every_layout_writes_the_same_model(tmp_path, layout):
     """In several files and, rounding aside, with the weights and the logits of one process."""
     config = config_of(tmp_path, LAYOUTS[layout][0])
@@ -468,8 +466,15 @@ def test_an_adapter_and_its_merger(tmp_path, kind):
     assert not report["missing_keys"] and not report["unexpected_keys"] and type(model).__name__ != "PeftModel"
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, both(input_ids=ids).logits, rtol=0, atol=1e-5)
-    base = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    start = Path(config["model"]["pretrained"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(start)
     assert (model(ids).logits[..., :VOCABULARY] - base(ids).logits).abs().max() > 1e-3
+
+    torch.nn.init.zeros_(base.get_input_embeddings().weight)
+    base.save_pretrained(start)  # Another model under the same name.
+    command = "--export", "last", "--merge", "--to", tmp_path / "another"
+    assert "model.pretrained is another model than" in run(tmp_path, config, *command, expect=2).output
+    assert not (tmp_path / "another").exists()
 
 
 def test_an_adapter_beside_weights_in_bf16(tmp_path):

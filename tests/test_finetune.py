@@ -417,7 +417,7 @@ def test_lora_equals_the_plain_loop(lora, lora_runs, kind, how):
 
 @pytest.mark.parametrize("how", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow)])
 def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
-    """Three tensors and AdamW's count per trained tensor, and no byte of the frozen ones."""
+    """Each trained tensor, and what the optimizer keeps of it: AdamW three more. No byte of the frozen ones."""
     truth, folder = lora("some matrices")[2], lora_runs("some matrices", how).folder / "checkpoints" / "step-00000020"
     names, size = set(), 0
     for file in folder.glob("*.safetensors"):
@@ -425,11 +425,11 @@ def test_lora_checkpoint_holds_what_is_trained(lora, lora_runs, how):
         header = int.from_bytes(content[:8], "little")
         names |= json.loads(content[8 : 8 + header]).keys() - {"__metadata__"}
         size += len(content) - 8 - header
-    assert names == {f"model.{name}" for name in truth.weights} | {
-        f"optimizer.state.{name}.{part}" for name in truth.weights for part in ("exp_avg", "exp_avg_sq", "step")
-    }
+    parts = {name.rsplit(".", 1)[1] for name in names if name.startswith("optimizer.")}
+    of_optimizer = {f"optimizer.state.{name}.{part}" for name in truth.weights for part in parts}
+    assert names == {f"model.{name}" for name in truth.weights} | of_optimizer
     ranks = 1 if how == "DDP" else 2  # AdamW's count is no shard.
-    weights = sum(3 * 4 * weight.numel() for weight in truth.weights.values())
+    weights = sum(len({*parts, "weight"} - {"step"}) * 4 * weight.numel() for weight in truth.weights.values())
     assert weights + 4 * len(truth.weights) <= size <= weights + 4 * len(truth.weights) * ranks
 
 
@@ -519,15 +519,8 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
     assert run(tmp_path, config, *settings).losses == done.losses[2:]
 
 
-WITH_TOKENS = [
-    pytest.param("Llama", "alone", marks=pytest.mark.slow),
-    pytest.param("GPT-2", "alone", marks=pytest.mark.slow),
-    ("GPT-2", "DDP"),
-    pytest.param("Llama", "FSDP2", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("kind, how", WITH_TOKENS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, how", [("Llama", "alone"), ("GPT-2", "alone"), ("GPT-2", "DDP"), ("Llama", "FSDP2")])
 def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
     """The end of a turn is new to the model. Its rows in embedding and output layer are trained, tied (GPT-2) or not,
     and the model comes to end its turns: nearly as likely as if all its weights were trained."""
@@ -543,8 +536,10 @@ def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
     config["run"] = config["run"] | {"max_steps": 100, "save_every": 50, "keep_checkpoints": 2}
     config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 4}
     config["optim"] = config["optim"] | {"learning_rate": 0.02}
+    chunked = ()
     if how == "alone":
-        done = run(tmp_path, config, "--model.chunked_loss", str(kind == "Llama").lower())
+        chunked = "--model.chunked_loss", str(kind == "Llama").lower()
+        done = run(tmp_path, config, *chunked)
     elif how == "DDP":
         done = launch(tmp_path, config, processes=2, warm=True)
     else:
@@ -560,7 +555,7 @@ def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
         ends += [chances[place - 1, 259].item() for place in said if place < 64]
     assert np.mean(ends) > 0.4 and len(ends) > 2  # 0.004 where the rows of new tokens stay as they are.
     settings = "--run.resume", done.folder / "checkpoints" / "step-00000050", "--run.output_dir", tmp_path / "more"
-    more = run(tmp_path, config, *settings)
+    more = run(tmp_path, config, *settings, *chunked)  # With so high a learning rate, other chunks show after 30 steps.
     np.testing.assert_allclose(more.losses, done.losses[50:], rtol=1e-4)
 
 
@@ -643,7 +638,6 @@ def test_lora_flops(targets):
 # torch.compile and gradient checkpointing -----------------------------------------------------------------------------
 
 CASES = {
-    "regional": ("--model.compile", "regional"),
     "full": ("--model.compile", "full"),
     "checkpointing": ("--model.gradient_checkpointing", "true"),
     "chunked": ("--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"),
@@ -669,7 +663,6 @@ def saved_names(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     "how, case",
     [
-        pytest.param("alone", "regional", marks=pytest.mark.slow),
         pytest.param("alone", "full", marks=pytest.mark.slow),
         ("alone", "checkpointing"),
         pytest.param("DDP", "full", marks=pytest.mark.slow),
@@ -726,8 +719,8 @@ def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, 
 
 def test_a_chat_template_that_writes_the_date(tmp_path, monkeypatch):
     """Tomorrow it makes other rows, where those of today are not in the cache any more. The reason is told."""
-    template = "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-    template += "{% endfor %}"
+    template = "{{ date_string or strftime_now('%d %B %Y') }}"  # As Llama 3.1 has it.
+    template += "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     config = tiny_config(tmp_path)
     config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
     rows = [{"messages": [{"role": "assistant", "content": f"It is {number}."}]} for number in range(12)]
@@ -737,6 +730,8 @@ def test_a_chat_template_that_writes_the_date(tmp_path, monkeypatch):
     config["data"] |= {"tokenizer": byte_tokenizer(tmp_path / "bytes", None), "packing": "none"}
     config["data"]["chat_template"] = str(tmp_path / "template")
     run(tmp_path, config)
+    fixed = "--data.chat_template_kwargs", "{date_string: 26 Jul 2024}", "--run.output_dir", tmp_path / "fixed"
+    run(tmp_path, config, *fixed)
 
     class Tomorrow(datetime.datetime):
         @classmethod
@@ -748,4 +743,5 @@ def test_a_chat_template_that_writes_the_date(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     done = run(tmp_path, config, "--run.max_steps", 3, expect=2)
     [line] = [line for line in done.output.splitlines() if "data fingerprint" in line and "in the checkpoint" in line]
-    assert line.endswith("The chat template writes today's date: fix the date in a template of your own")
+    assert "The chat template writes today's date: fix it by data.chat_template_kwargs" in line
+    assert run(tmp_path, config, *fixed, "--run.max_steps", 3).status == {"status": "finished", "step": 3}

@@ -22,39 +22,39 @@ def push(folder: Path, config: dict, hub: FakeHub, *overrides, **options):
     return launch(folder, config, *overrides, processes=None, env=hub.environment, **options)
 
 
+@pytest.mark.slow
 def test_model_and_card(tmp_path):
-    """On two processes; the files are those of the export, and the card says what the run was. What is pushed already
-    is not pushed again."""
+    """On two processes. A Hub that cannot be reached ends nothing; later, the same command pushes the files of the
+    export and a card that says what the run was, in place of those of an earlier push. A third one pushes nothing."""
     config = config_of(tmp_path, after_save="true password", eval_every=3)
-    with FakeHub({}, made=tmp_path / "hub") as hub:
-        done = launch(tmp_path, config, processes=2, env=hub.environment)
-        assert hub.commits == ["Step 6"] and hub.is_private == {"me/tiny": True}, done.output
-        assert f"Pushed: step 6 to {hub.environment['HF_ENDPOINT']}/me/tiny" in done.output
-        pushed, model = tmp_path / "hub" / "me" / "tiny", done.folder / "model"
-        names = {path.name for path in model.iterdir()}
-        assert {path.name for path in pushed.iterdir()} == names | {"README.md", "curves.png"}
-        assert all((pushed / name).read_bytes() == (model / name).read_bytes() for name in names)
-        card = ModelCard.load(pushed / "README.md")
-        assert card.data.library_name == "transformers" and card.data.base_model is None
-        last = done.logged("eval/loss")[-1]
-        assert f"| eval/loss | {last:.6g} |" in card.text and "| plan/num_processes | 2 |" in card.text
-        assert "learning_rate: 0.005" in card.text and "password" not in card.text
-        assert "Finished already" in push(tmp_path, config, hub).output and len(hub.commits) == 1
-
-
-def test_a_failure_ends_nothing_and_the_same_command_pushes(tmp_path):
-    config = config_of(tmp_path)
+    pushed, run_folder = tmp_path / "hub" / "me" / "tiny", tmp_path / "run"
+    pushed.mkdir(parents=True)
+    (pushed / "model-00001-of-00002.safetensors").write_bytes(b"of a larger model")
+    (pushed / "notes.md").write_text("mine")
+    left = run_folder / ".hub-x.tmp" / "model"  # By a launch that was killed.
+    left.mkdir(parents=True)
     with FakeHub({}, made=tmp_path / "hub") as hub:
         gone = hub.environment | {"HF_TOKEN": "", "HF_HOME": str(tmp_path / "home")}
-    left = tmp_path / "run" / ".hub-x.tmp" / "model"  # By a launch that was killed.
-    left.mkdir(parents=True)
-    done = launch(tmp_path, config, processes=None, env=gone)
-    assert not left.parent.exists()
-    assert done.status["status"] == "finished" and len(re.findall("^run.hub failed: .*", done.output, re.M)) == 1
-    assert "Traceback" not in done.output and done.output.count("hf auth login") == 1
-    with FakeHub({}, made=tmp_path / "hub") as hub:
-        assert "Finished already" in push(tmp_path, config, hub).output
-        assert hub.commits == ["Step 6"] and (tmp_path / "hub/me/tiny/model.safetensors").is_file()
+    done = launch(tmp_path, config, processes=2, env=gone)
+    assert done.status["status"] == "finished" and not left.parent.exists()
+    assert len(re.findall("^run.hub failed: .*", done.output, re.M)) == 1 and "Traceback" not in done.output
+    assert done.output.count("hf auth login") == 1
+
+    with FakeHub({"models/me/tiny": pushed}, made=tmp_path / "hub") as hub:
+        again = push(tmp_path, config, hub)
+        assert "Finished already" in again.output and hub.commits == ["Step 6"]
+        assert hub.is_private == {"me/tiny": True}
+        assert f"Pushed: step 6 to {hub.environment['HF_ENDPOINT']}/me/tiny" in again.output
+        assert "Finished already" in push(tmp_path, config, hub).output and len(hub.commits) == 1
+    model = done.folder / "model"
+    names = {path.name for path in model.iterdir()}
+    assert {path.name for path in pushed.iterdir()} == names | {"README.md", "curves.png", "notes.md"}
+    assert all((pushed / name).read_bytes() == (model / name).read_bytes() for name in names)
+    card = ModelCard.load(pushed / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    last = done.logged("eval/loss")[-1]
+    assert f"| eval/loss | {last:.6g} |" in card.text and "| plan/num_processes | 2 |" in card.text
+    assert "learning_rate: 0.005" in card.text and "password" not in card.text
 
 
 @pytest.mark.slow
@@ -86,15 +86,3 @@ def test_the_best_model(tmp_path):
         (done.folder / "hub.json").unlink()
         push(tmp_path, config, hub)
         assert hub.commits == [f"Step {best}"] * 2
-
-
-def test_an_earlier_push_leaves_no_files(tmp_path):
-    """Such as the shards of a model that had more of them."""
-    pushed = tmp_path / "hub" / "me" / "tiny"
-    pushed.mkdir(parents=True)
-    (pushed / "model-00001-of-00002.safetensors").write_bytes(b"old")
-    (pushed / "notes.md").write_text("mine")
-    with FakeHub({"models/me/tiny": pushed}, made=tmp_path / "hub") as hub:
-        push(tmp_path, config_of(tmp_path), hub)
-    names = {path.name for path in pushed.iterdir()}
-    assert "model-00001-of-00002.safetensors" not in names and {"model.safetensors", "notes.md"} <= names

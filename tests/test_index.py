@@ -90,10 +90,11 @@ def test_rows(tmp_path, packing, masked):
     """Tokens, targets, positions, sizes and the checksum that checkpoints hold; of the first start and of the next."""
     documents = documents_of(1, masked)
     config, expected = config_of(save(tmp_path / "documents", documents), packing=packing), rows_of(documents, packing)
-    checksum = zlib.crc32(np.array(shuffled(0, len(expected), 100)))
+    ids = [token for row in expected for token, _, _ in row]
+    targets = [-100] + [target for row in expected for _, target, _ in row][:-1]  # Of each token, as the next one's.
+    sums = [zlib.crc32(np.array(ids, np.int32)), zlib.crc32(np.array(targets, np.int32)) if masked else 0]
+    checksum = zlib.crc32(np.array(sums), zlib.crc32(np.array(shuffled(0, len(expected), 100))))
     checksum = zlib.crc32(np.array([len(row) for row in expected], np.int32), checksum)
-    for row in shuffled(0, len(expected), 100):
-        checksum = zlib.crc32(np.array(list(zip(*expected[row]))), checksum)
     positions = [position for row in expected for _, _, position in row]
     pieces = np.diff([at for at, position in enumerate(positions) if position == 0] + [len(positions)])
     for _ in range(2):
@@ -198,6 +199,46 @@ def test_other_data_in_the_same_place(tmp_path):
         file.write_bytes(file.read_bytes())  # The same tokens, written at another time: another index of the same rows.
     other, _ = load_data(config_of(folder), None, seed=0)
     assert other.folder != data.folder and other.fingerprint() == data.fingerprint()
+
+
+def test_each_token_and_target_counts(tmp_path):
+    """In what tells the rows from others."""
+    documents = [{"input_ids": [5] * 6, "labels": [-100, *[5] * 5]} for _ in range(300)]
+    known = set()
+    for number, change in enumerate([None, ("input_ids", 4, 6), ("labels", 4, -100), ("labels", 0, 5)]):
+        for at in (0, 137, 299) if change else (0,):
+            rows = [{name: list(values) for name, values in row.items()} for row in documents]
+            if change:
+                column, place, value = change
+                rows[at][column][place] = value
+            data, _ = load_data(config_of(save(tmp_path / f"{number}-{at}", rows)), None, seed=0)
+            known.add(data.fingerprint())
+    assert len(known) == 1 + 3 + 3  # The label of a first token is no target.
+
+
+def test_labels_that_are_shifted_already(tmp_path):
+    """They look like others, and would train each token to be followed by the one after the next."""
+    for shift, is_told in (0, False), (1, True):
+        rows = [{"input_ids": [10, 11, 12, 13], "labels": [*[10, 11, 12, 13][shift:], *[-100] * shift]}] * 3
+        data, _ = load_data(config_of(save(tmp_path / f"{shift}", rows)), None, seed=0)
+        told = [note for note in data.index["notes"] if note.startswith("labels that are another token ")]
+        assert bool(told) == is_told and all("their place: 6; " in note for note in told)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_an_index_on_a_full_disk():
+    """numpy's tofile() would go on."""
+    with pytest.raises(OSError) as raised, open("/dev/full", "wb") as file:
+        index_room.IndexWriter({"edges": file}, "none", 8, ["input_ids"]).append("edges", np.arange(9))
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_file_in_place_of_an_index(tmp_path):
+    config = config_of(save(tmp_path / "documents", documents_of(1)))
+    data, _ = load_data(config, None, seed=0)
+    shutil.rmtree(data.folder)
+    data.folder.write_text("mine")
+    assert len(load_data(config, None, seed=0)[0]) == len(data)
 
 
 def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):

@@ -37,6 +37,7 @@ from helpers import (
     write_config,
     write_rows,
 )
+from torch.distributed.checkpoint import CheckpointException
 from warm import Launch
 
 import train
@@ -572,6 +573,17 @@ def test_a_status_on_a_full_disk(tmp_path, monkeypatch):
     assert done.status == {"status": "failed", "step": 0, "reason": "[Errno 28] No space left on device"}
 
 
+def test_a_full_disk_is_the_reason_of_a_failed_save(tmp_path, monkeypatch):
+    """torch wraps it into a traceback of many lines."""
+
+    def full(*args, **kwargs):
+        raise CheckpointException("save", {0: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)})
+
+    monkeypatch.setattr("samerun.run.checkpoint.dcp.save", full)
+    done = run(tmp_path, tiny_config(tmp_path), "--run.save_every", 2, expect=1)
+    assert done.status["reason"] == "[Errno 28] No space left on device"
+
+
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:
     """All of them end by themselves in the time allowed."""
     since = time.monotonic()
@@ -655,7 +667,6 @@ def test_a_signal_while_documents_are_tokenized(slow, tmp_path, number, words):
         assert process.poll() is None and time.monotonic() < deadline
         workers = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)
-    time.sleep(0.1)  # Python itself ignores an exception in what it does right after a fork.
     send([psutil.Process(process.pid), *workers], number)
     signalled = time.monotonic()
     line = process.stdout.readline()

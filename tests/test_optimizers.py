@@ -3,6 +3,8 @@
 test_damage.py shows that a step which is not finite changes nothing, test_launchers.py where muon is refused.
 """
 
+from pathlib import Path
+
 import datasets
 import pytest
 import torch
@@ -11,7 +13,9 @@ from helpers import ROOT, difference, launch, run, tiny_config, tiny_model
 from reference import adamw, shuffled, train_reference
 
 import train
-from samerun.config import Optim
+from samerun.config import Model, Optim
+from samerun.model.build import make_model
+from samerun.optim import hidden_matrices
 
 STEPS, RATE = 12, 0.005
 # Muon makes its matrices orthogonal in bf16. That can turn a difference of 1e-7 in a gradient into one of an update's
@@ -74,12 +78,29 @@ def test_muon_equals_the_plain_loop(truth, tmp_path):
     did.check(done)
     resumed = tmp_path / "resumed"
     resumed.mkdir()
-    script = resumed / "script.py"
+    chosen = done.folder / "checkpoints" / "step-00000006"
+    again = launch(resumed, config, "--run.resume", chosen, processes=2, script=script_in_float32(resumed), warm=True)
+    assert again.launches == [6] and difference(again.weights, did.weights) < 1e-5
+
+
+def script_in_float32(folder: Path) -> Path:
+    script = folder / "script.py"
     head = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
     script.write_text(f"{head}{IN_FLOAT32}\nsys.exit(train.main())\n")
-    chosen = done.folder / "checkpoints" / "step-00000006"
-    again = launch(resumed, config, "--run.resume", chosen, processes=2, script=script, warm=True)
-    assert again.launches == [6] and difference(again.weights, did.weights) < 1e-5
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", ["pp", "cp", "sp"])
+def test_muon_with_whole_matrices_on_each_rank(truth, tmp_path, dimension):
+    """Ranks that share layers or rows have some matrices, or all, and each of them whole."""
+    config, did = truth
+    settings, sizes = (), {f"PARALLELISM_CONFIG_{dimension.upper()}_SIZE": "2"}
+    if dimension == "pp":
+        settings, sizes = ("--model.pipeline_ranks", 2), {}
+    script = ROOT / "tests" / "wrapper_cpu_as_gpu.py", script_in_float32(tmp_path)
+    how = {"launcher": "multi_gpu", "options": ("--mixed_precision", "no"), "processes": 2, "env": sizes}
+    did.check(launch(tmp_path, config, *settings, script=script, warm=True, **how))
 
 
 @pytest.mark.parametrize("learned_positions", [False, True])
@@ -148,3 +169,13 @@ def test_what_a_model_marks_does_not_decay(tmp_path):
     [optimizer] = train.build_optimizer(model, Optim(weight_decay=0.1))
     [group] = [group for group in optimizer.param_groups if any(weight is marked for weight in group["params"])]
     assert group["weight_decay"] == 0
+
+
+def test_muon_is_not_for_adapters_of_embeddings():
+    """Nor for those of the output layer."""
+    lora = {"r": 2, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+    found = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = make_model(Model(lora=lora), found, 0, seed=0)
+    hidden = hidden_matrices(model)
+    trained = {name for name, weight in model.named_parameters() if weight in hidden and weight.requires_grad}
+    assert len(trained) == 2 and all("q_proj.lora_" in name for name in trained)

@@ -46,13 +46,14 @@ def truth(tmp_path_factory):
     torch.manual_seed(1)
     found = transformers.Qwen3Config(**SHAPE, **TOKENS, num_hidden_layers=4, tie_word_embeddings=True)
     transformers.AutoModelForCausalLM.from_config(found).save_pretrained(folder / "start")
-    config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+    config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 3}
     config["optim"]["max_grad_norm"] = 1.1
     rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
-    order = shuffled(config["run"]["seed"], len(rows), 300)
-    did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
-    assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 25
-    tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
+    order = shuffled(config["run"]["seed"], len(rows), 120)
+    rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
+    did = train_reference(config, rows_of, held_out, eval_every=6)
+    assert 2 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 12
+    tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 13)]
     return config, did, tokens
 
 
@@ -126,7 +127,7 @@ def test_equals_the_plain_loop(truth, runs, case):
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
     rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
-    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 11)
     [shown] = done.logged("summary/bubble")
     assert shown == pytest.approx(CASES[case][2]["bubble"])
     assert "bubble" in done.output and "Warning" not in done.output
@@ -146,17 +147,16 @@ def test_begins_as_the_plain_loop(truth, runs):
 
 @pytest.mark.slow
 def test_checkpoint_moves(truth, runs, tmp_path):
-    """From DDP to another pipeline at step 10, to FSDP2 at step 20 and to one process, and from one process back."""
+    """From DDP to another pipeline at step 4, to FSDP2 at step 8 and to one process, and from one process back."""
     config, did, *_ = truth
 
-    moved = runs("4 ranks, chunked loss", *resume_from(runs("DDP"), 10))
-    check_continued(moved, did, 10)
-    check_continued(runs("FSDP2", *resume_from(moved, 20)), did, 20)
-    check_continued(
-        run(tmp_path, config, *resume_from(runs("FSDP2"), 20), "--run.output_dir", tmp_path / "one"), did, 20
-    )
+    moved = runs("4 ranks, chunked loss", *resume_from(runs("DDP"), 4))
+    check_continued(moved, did, 4)
+    check_continued(runs("FSDP2", *resume_from(moved, 8)), did, 8)
+    alone = run(tmp_path, config, *resume_from(runs("FSDP2"), 8), "--run.output_dir", tmp_path / "one")
+    check_continued(alone, did, 8)
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
-    check_continued(runs("interleaved", *resume_from(one, 20)), did, 20)
+    check_continued(runs("interleaved", *resume_from(one, 8)), did, 8)
 
 
 @pytest.mark.slow
@@ -229,7 +229,6 @@ def test_chunks_make_the_whole_model(kind, chunked):
         ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
         ("starcoder2", {"embedding_dropout": 0.5}, "a starcoder2 has dropout outside of its layers"),
         ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*, which is no weight and"),
-        ("llama", {"num_hidden_layers": 2}, "the 2 layers cannot be divided among 3 chunks"),
     ],
 )
 def test_refused_models(kind, more, message):

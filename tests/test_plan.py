@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers import launch
+from helpers import launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from samerun.config import Config, Model, Optim, Perf
 from samerun.data.batches import padded_tokens
 from samerun.errors import UserError
 from samerun.plan import Plan, pipeline_bubble
+from samerun.preflight.host import memory_per_host
 from samerun.preflight.memory import TRACED, PlannedLaunch, memory_per_device
 from samerun.preflight.planning import planned_model, say_memory, what_fits
 
@@ -371,6 +372,36 @@ def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
     assert "parallelism_config_tp_size 2: cannot be combined with optim.name muon" in printed
 
 
+@pytest.mark.parametrize(
+    "sizes, settings, message",
+    [
+        (
+            {},
+            {"pipeline_ranks": 4, "attention": "sdpa"},
+            "model.pipeline_ranks 4: the 6 layers cannot be divided among 8",
+        ),
+        ({"SP": "8"}, {}, "parallelism_config_sp_size 8: must divide the 12 attention heads"),
+        ({"SP": "4", "TP": "2"}, {}, "sp_size 4 x tp 2: must divide the 12 attention heads"),
+        ({"TP": "8"}, {}, "parallelism_config_tp_size 8: must divide the 12 attention heads and the 6 key heads"),
+        ({"TP": "4"}, {}, "parallelism_config_tp_size 4: must divide the 12 attention heads and the 6 key heads"),
+        ({"SP": "8"}, {"architecture": {"model_type": "mamba", "vocab_size": 384}}, None),  # For another reason, later.
+        ({"SP": "4"}, {}, None),
+        ({"TP": "2"}, {}, None),
+        ({"CP": "8"}, {}, None),
+        ({}, {"pipeline_ranks": 2, "attention": "sdpa"}, None),
+    ],
+)
+def test_plan_refuses_too_few_layers_and_heads(plans, monkeypatch, sizes, settings, message):
+    """So does the launch: see test_too_few_layers_and_heads in test_mesh.py."""
+    shape = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}
+    model = LLAMA_ALONE | {"architecture": LLAMA_ALONE["architecture"] | shape | {"max_position_embeddings": 4096}}
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    pipeline = {"pipeline_schedule": "Interleaved1F1B"} if "pipeline_ranks" in settings else {}
+    _, printed = plans(8, status=2 if message else 0, model=model | settings | pipeline)
+    assert (message or "grad_accum") in printed
+
+
 @pytest.mark.parametrize("group, counts, idle", [(1, (16, 17, 64), {17: 1, 64: 48}), (2, (32, 40), {40: 8})])
 def test_plan_counts_processes_without_a_row(plans, monkeypatch, group, counts, idle):
     """16 rows. In groups of 2 that share each row, 40 processes are 20 groups, 4 of which have none."""
@@ -410,6 +441,8 @@ LAYER = WIDTH * (64 + 32 + 32 + 64) + 3 * WIDTH * 192 + 2 * WIDTH
 PARAMETERS = 2 * 384 * WIDTH + LAYERS * LAYER + WIDTH
 LLAMA = {"model_type": "llama", "vocab_size": 384, "hidden_size": WIDTH, "intermediate_size": 192}
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128_256}
+SHAPE_405B |= {"num_attention_heads": 128, "num_key_value_heads": 8}
 
 
 def memory_config(batch: dict | None = None, tokens: int = TOKENS, packing: str = "none", **model) -> Config:
@@ -426,7 +459,7 @@ def nothing_traced():
 
 
 def planned(config: Config, processes: int) -> PlannedLaunch:
-    return PlannedLaunch(config, processes, train.plan_stages, train.token_loss)
+    return PlannedLaunch(config, processes, train.plan_stages, train.loss_function(config))
 
 
 def memory_of(processes: int, batch: dict | None = None, tokens: int = TOKENS, **others) -> dict[str, float]:
@@ -695,15 +728,58 @@ def test_memory_of_405_billion_parameters(monkeypatch, size, stages, rows, gib):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     for name, ranks in size.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", ranks)
-    shape = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128_256}
-    shape |= {"num_attention_heads": 128, "num_key_value_heads": 8}
     batch = {"global_batch_size": rows, "max_micro_batch_size": 1, "accumulation": "immediate"}
     savings = {"gradient_checkpointing": True, "chunked_loss": True, "pipeline_ranks": stages}
-    memory = memory_of(512, batch, 8192, architecture=LLAMA | shape, **savings)
+    memory = memory_of(512, batch, 8192, architecture=LLAMA | SHAPE_405B, **savings)
     # A rank of a pipeline has 16 of the 126 layers at most, and one of the embedding and the output layer.
     own = 405.9e9 if stages == 1 else 8 * (16 * (405.9e9 - 2 * 128_256 * 16384) / 126 + 128_256 * 16384)
     assert memory["optimizer"] == pytest.approx(8 * own / 512, rel=0.01)
     assert sum(memory.values()) / 2**30 == pytest.approx(gib, abs=0.5)
+
+
+def memory_of_host(processes: int, ranks_per_host: int = 8, **model) -> dict[str, float]:
+    config = memory_config(**model).model_copy(update={"perf": Perf(ranks_per_host=ranks_per_host)})
+    return memory_per_host(planned(config, processes), planned_model(config))
+
+
+@pytest.mark.parametrize("processes, ranks", [(1, 1), (2, 2), (16, 8)])
+def test_memory_of_a_host(monkeypatch, processes, ranks):
+    """Two layers or embeddings for each rank. For a checkpoint, weights and moments: a copy on each rank, which stays,
+    and twice what it writes, which ranks with the same weights share."""
+    largest = max(LAYER, 384 * WIDTH)
+    memory = memory_of_host(processes)
+    assert memory["start"] == ranks * 2 * 4 * largest
+    assert memory["export"] == ranks * (12 * PARAMETERS + 2 * 4 * largest)
+    assert memory["save"] == ranks * 12 * PARAMETERS * (1 + 2 / processes)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert memory_of_host(processes)["export"] == ranks * (12 * PARAMETERS + 2 * 2 * largest)
+    set_fsdp2(monkeypatch)
+    if processes > 1:
+        assert memory_of_host(processes)["save"] == ranks * 3 * 12 * PARAMETERS / processes
+
+
+@pytest.mark.slow
+def test_memory_of_a_host_for_405_billion_parameters(monkeypatch):
+    """As README says. A layer has 2 whole matrices and 2 of a 16th in its attention, 3 in its MLP, and 2 norms."""
+    set_fsdp2(monkeypatch)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    memory = memory_of_host(512, architecture=LLAMA | SHAPE_405B)
+    layer = (2 + 2 / 16) * 16384**2 + 3 * 16384 * 53248 + 2 * 16384
+    assert memory["start"] == pytest.approx(8 * 2 * 4 * layer) == pytest.approx(190 * 2**30, rel=0.005)
+    assert memory["save"] == pytest.approx(8 * 3 * 12 * 405.9e9 / 512, rel=0.001)
+    assert memory["save"] == pytest.approx(213 * 2**30, rel=0.005)
+    exported = 8 * 12 * 405.9e9 / 512 + 2 * 2 * 2 * layer
+    assert memory["export"] == pytest.approx(exported, rel=0.001) == pytest.approx(95 * 2**30, rel=0.005)
+
+
+def test_what_a_host_lacks_is_said(tmp_path):
+    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 8}, "perf": {"host_memory_gib": 1e-6}}
+    config |= {"data": {"path": "absent", "format": "tokens"}, "model": {"architecture": LLAMA}}
+    output = run(tmp_path, config, "--plan", 2, 16).output
+    assert re.search(
+        r"GiB per host of up to 8 ranks.*:\n *processes +start +save +export\n +2( +[\d.]+){3}\n +16 ", output
+    )
+    assert re.search(r"^16 processes: save takes [\d.]+ GiB, beyond 1e-06\. Let fewer", output, re.M)
 
 
 def test_memory_takes_the_launcher_file_into_account(tmp_path):

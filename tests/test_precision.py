@@ -23,6 +23,7 @@ from helpers import (
     make_rows,
     resume_from,
     run,
+    slow_but,
     tiny_config,
     write_rows,
 )
@@ -35,10 +36,6 @@ IN_BF16 = [name for name in STRATEGIES if name != "fp8.yaml"]
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="needs torchao, see accelerate_configs/fp8.yaml"
 )
-
-
-def slow_but(*fast: str, of: list) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in of]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +93,7 @@ def check_two_steps(done: Done, config: dict) -> None:
         assert np.float32(total).view(np.int32) % 2**12, "the loss of each micro-step was rounded to bf16"
 
 
-@pytest.mark.parametrize("case", slow_but("one device", "FSDP2", of=IN_BF16))
+@pytest.mark.parametrize("case", slow_but("one device", of=IN_BF16))
 def test_what_is_kept_and_added_up_is_float32(two_steps, tmp_path, case):
     check_two_steps(by_strategy(tmp_path, two_steps, case), two_steps)
 
@@ -109,11 +106,22 @@ def test_what_is_kept_and_added_up_beside_float8_is_float32(two_steps, tmp_path,
 
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory):
-    """The config of 30 steps, and its run on one process in float32."""
+    """The config of 12 steps, and its run on one process in float32."""
     folder = tmp_path_factory.mktemp("curve")
     config = tiny_config(folder)
+    config["run"]["max_steps"] = 12
     config["batch"]["max_micro_batch_size"] = 2
     return config, run(folder, config)
+
+
+@pytest.mark.slow
+def test_a_pipeline_exports_what_it_saves(curve, tmp_path):
+    """Though the evaluation before it has left weights that are gathered, in bf16."""
+    settings = "--run.export_dtype", "float32", "--run.max_steps", 6
+    done = by_strategy(tmp_path, curve[0], "pipeline, FSDP2", *settings)
+    saved = checkpoint(done, 6)
+    assert done.logged("eval/loss") and len(done.weights) > 10
+    assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in done.weights.items())
 
 
 def check_near(done: Done, one: Done, bound: float) -> None:
@@ -126,6 +134,7 @@ def check_near(done: Done, one: Done, bound: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_BF16)
 def test_losses_in_bf16_are_near_those_in_float32(curve, tmp_path, case):
+    """Nor do copies drift apart, which the checkpoint at the end would refuse."""
     config, one = curve
     check_near(by_strategy(tmp_path, config, case), one, 3e-3)  # The largest of all is 1.0e-3.
 
@@ -142,22 +151,22 @@ def test_losses_in_float8_are_near_those_in_float32(curve, tmp_path, case):
 @pytest.mark.slow
 def test_checkpoints_move_between_float8_and_float32(curve, tmp_path):
     config, one = curve
-    config = config | {"run": config["run"] | {"save_every": 10, "keep_checkpoints": 3}}
+    config = config | {"run": config["run"] | {"save_every": 4, "keep_checkpoints": 3}}
 
     def folder(name: str) -> tuple:
         return "--run.output_dir", tmp_path / name
 
     whole = by_strategy(tmp_path, config, "FSDP2", *folder("whole"), options=FLOAT8)
     check_continued(
-        by_strategy(tmp_path, config, "FSDP2", *folder("again"), *resume_from(whole, 20), options=FLOAT8), whole, 20
+        by_strategy(tmp_path, config, "FSDP2", *folder("again"), *resume_from(whole, 8), options=FLOAT8), whole, 8
     )
-    plain = run(tmp_path, config, *folder("plain"), *resume_from(whole, 10))
-    shapes = [{name: tensor.shape for name, tensor in checkpoint(done, 20).items()} for done in (whole, plain)]
+    plain = run(tmp_path, config, *folder("plain"), *resume_from(whole, 4))
+    shapes = [{name: tensor.shape for name, tensor in checkpoint(done, 8).items()} for done in (whole, plain)]
     assert shapes[0] == shapes[1]
-    np.testing.assert_allclose(plain.losses, one.losses[10:], rtol=1e-2)
-    back = by_strategy(tmp_path, config, "DDP", *folder("back"), *resume_from(plain, 20), options=FLOAT8)
-    assert back.launches == [20]
-    np.testing.assert_allclose(back.losses, one.losses[20:], rtol=1e-2)
+    np.testing.assert_allclose(plain.losses, one.losses[4:], rtol=1e-2)
+    back = by_strategy(tmp_path, config, "DDP", *folder("back"), *resume_from(plain, 8), options=FLOAT8)
+    assert back.launches == [8]
+    np.testing.assert_allclose(back.losses, one.losses[8:], rtol=1e-2)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(back.folder / "model").state_dict()
     assert difference({name: loaded[name] for name in back.weights}, back.weights) == 0
 

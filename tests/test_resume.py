@@ -26,6 +26,7 @@ from helpers import (
     make_rows,
     resume_from,
     run,
+    slow_but,
     start,
     tiny_config,
     tiny_model,
@@ -36,6 +37,7 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
+from samerun.config import flatten
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run.checkpoint import Progress
@@ -205,13 +207,15 @@ def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
     assert [float(epoch) for epoch, *_ in ends] == pytest.approx([10 * step / 23 for step in STEPS], rel=1e-3)
 
 
+@pytest.mark.parametrize("during", ["start_accelerator", "build_setup"])
 @pytest.mark.parametrize("continued", [False, True])
-def test_stopped_before_its_first_step(again, tmp_path, monkeypatch, continued):
+def test_stopped_before_its_first_step(again, tmp_path, monkeypatch, continued, during):
     """So that who looks at the status starts it again. Nothing is lost, and that is no failure."""
     config, before = again
     more = ["--run.max_steps", 40] + ([] if continued else ["--run.output_dir", tmp_path / "new"])
     with monkeypatch.context() as patch:
-        patch.setattr(train, "build_setup", lambda *args: signal.raise_signal(signal.SIGTERM))
+        function = getattr(train, during)
+        patch.setattr(train, during, lambda *args: signal.raise_signal(signal.SIGTERM) or function(*args))
         done = run(tmp_path, config, *more)
     assert done.status == {"status": "stopped", "step": 30 if continued else 0}
     assert done.output.endswith("Stopped by SIGTERM before the first step; the same command continues.\n")
@@ -321,6 +325,28 @@ def test_a_variable_that_is_no_number(whole, tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "two")
     done = run(tmp_path, whole[0], expect=2)
     assert f"the environment variable {name} is 'two', and no number; unset it" in done.output
+
+
+def test_a_variable_of_too_many_digits(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "9" * 5000)
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"the environment variable WORLD_SIZE is '{'9' * 50}', and no number; unset it" in done.output
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_count_of_no_process(whole, tmp_path, monkeypatch, name):
+    """Cores are divided by it."""
+    monkeypatch.setenv(name, "0")
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"the environment variable {name} is 0; unset it" in done.output
+
+
+@pytest.mark.parametrize("name", ["status.json", "config.yaml"])
+def test_a_folder_in_place_of_a_file(whole, tmp_path, name):
+    """It cannot be replaced, so the same command would never continue."""
+    (tmp_path / "run" / name).mkdir(parents=True)
+    done = run(tmp_path, whole[0], expect=2)
+    assert f"run.output_dir: {tmp_path}/run/{name} is a folder, not a file; move it away" in done.output
 
 
 @pytest.mark.parametrize("status", ["running", "finished"])
@@ -453,6 +479,19 @@ def test_changed_mathematics_is_refused(again, tmp_path):
     assert {path: path.read_bytes() for path in before.folder.rglob("*") if path.is_file()} == contents
 
 
+def test_a_changed_model_is_refused(tmp_path):
+    """Its weights are in the checkpoint, and its config is in its folder."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    run(tmp_path, config)
+    file = Path(config["model"]["pretrained"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+    message = run(tmp_path, config, "--run.max_steps", 8, expect=2).output
+    assert "  rms_norm_eps: 1e-06 in the checkpoint, 0.5 now" in message
+    done = run(tmp_path, config, "--run.max_steps", 8, "--run.allow_changes", "[model.pretrained]")
+    assert done.status["step"] == 8
+
+
 def test_changed_data_is_refused(tmp_path):
     """Other tokens in the same place under the same config: told by the fingerprint."""
     config = tiny_config(tmp_path)
@@ -467,6 +506,52 @@ def test_changed_data_is_refused(tmp_path):
     assert "run.output_dir" in done.output and "--run.allow_changes '[data fingerprint]'" in done.output
     done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data fingerprint]")
     assert done.status["step"] == 6 and "goes on with other settings:\n  data fingerprint: " in done.output
+
+
+def test_another_batch_that_is_allowed(tmp_path):
+    """The rows follow from the step, as if all steps had had that batch. That is said, and how to go on in order."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    before = run(tmp_path, config)
+    shutil.copytree(before.folder, tmp_path / "copy")
+    more = "--run.max_steps", 8, "--batch.global_batch_size", 5, "--run.allow_changes"
+    told = "60 rows are done, and step 7 begins after 30 rows"
+    assert told in run(tmp_path, config, *more, "[batch.global_batch_size]").output
+    stage = "--batch.warmup", "[{steps: 6, rows: 10}]", "--run.output_dir", tmp_path / "copy"
+    done = run(tmp_path, config, *more, "[batch.global_batch_size, batch.warmup]", *stage)
+    assert done.status["step"] == 8 and "rows are done" not in done.output
+
+
+def test_no_setting_is_a_change(tmp_path):
+    """An adapter with peft's own settings is not none at all."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    run(tmp_path, config)
+    done = run(tmp_path, config, "--model.lora", "{}", expect=2)
+    assert "model.lora: None in the checkpoint, {" in done.output
+
+
+def test_empty_settings():
+    """They are values, but no section: a fork may add its first setting to a run."""
+    assert flatten({"own": {}, "model": {"lora": {}, "dtype": "float32"}}) == {
+        "model.lora": {},
+        "model.dtype": "float32",
+    }
+
+
+def test_manifests_without_empty_settings(tmp_path, monkeypatch):
+    """As older ones are. Whether the run is finished is still known at once."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    done = run(tmp_path, config)
+    path = done.folder / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["config"].pop("run.tracker_options") == {}
+    path.write_text(json.dumps(manifest))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_setup", None)
+        assert "Finished already" in run(tmp_path, config).output
+    assert run(tmp_path, config, "--run.max_steps", 7).launches == [0, 6]
 
 
 def test_data_that_have_moved(tmp_path):
@@ -604,8 +689,8 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
         now["used"] = batch.step >= 4
         return train_step(setup, batch, *more)
 
-    def with_head_loss(logits, targets):
-        loss, metrics = token_loss(logits, targets)
+    def with_head_loss(*given, **settings):
+        loss, metrics = token_loss(*given, **settings)
         if now.get("used"):
             loss = loss + now["head"](torch.ones(3)).square().sum()
         return loss, metrics
@@ -782,7 +867,9 @@ def patient(tmp_path_factory):
     return config, done, best, end
 
 
-@pytest.mark.parametrize("moment", ["micro-batch", "prompt", "killed", "killed when logged"])
+@pytest.mark.parametrize(
+    "moment", slow_but("micro-batch", "killed", of=["micro-batch", "prompt", "killed", "killed when logged"])
+)
 def test_stopped_while_it_evaluates(patient, tmp_path, monkeypatch, moment):
     """At the best evaluation, at the one with which patience ends, or at one without a checkpoint of its step. Nothing
     more is evaluated, the step is saved, and the next launch makes up for the evaluation: the run that nobody stopped.

@@ -57,12 +57,13 @@ def truth(tmp_path_factory):
     """The config of all cases, ragged rows of an odd number of tokens, and the plain loop's result for it."""
     folder = tmp_path_factory.mktemp("sequence-parallel")
     config = tiny_config(folder)
-    config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+    config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 3}
     rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
-    order = shuffled(config["run"]["seed"], len(rows), 300)
-    did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
-    assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 25
-    tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
+    order = shuffled(config["run"]["seed"], len(rows), 120)
+    rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
+    did = train_reference(config, rows_of, held_out, eval_every=6)
+    assert 2 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 12
+    tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 13)]
     assert any(count % 4 for count in tokens)  # Not all micro-batches are divisible without more.
     learned = [label for row in held_out for label in row["labels"][1:] if label != -100]
     bytes_per_token = sum(3 <= label < 259 for label in learned) / len(learned)  # The ids of ByT5 that are bytes.
@@ -127,7 +128,7 @@ def test_equals_the_plain_loop(truth, runs, case):
     bits = [loss / math.log(2) / bytes_per_token for loss in did.eval_losses.values()]
     assert done.logged("eval/bits_per_byte") == pytest.approx(bits, rel=1e-6)
     rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
-    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 11)
     assert "UserWarning" not in done.output and "FutureWarning" not in done.output
 
 
@@ -147,14 +148,14 @@ def test_begins_as_the_plain_loop(truth, runs, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("to, back", [("FSDP2", "4 share 2 key heads"), ("context, FSDP2", "context, 4 share")])
 def test_checkpoint_moves(truth, runs, tmp_path, to, back):
-    """From sequence parallelism with DDP to FSDP2 at step 10, to one process at step 20, and from one process back."""
+    """From sequence parallelism with DDP to FSDP2 at step 4, to one process at step 8, and from one process back."""
     config, did, *_ = truth
 
-    moved = runs(to, *resume_from(runs("DDP"), 10))
-    check_continued(moved, did, 10)
-    check_continued(run(tmp_path, config, *resume_from(moved, 20), "--run.output_dir", tmp_path / "one"), did, 20)
+    moved = runs(to, *resume_from(runs("DDP"), 4))
+    check_continued(moved, did, 4)
+    check_continued(run(tmp_path, config, *resume_from(moved, 8), "--run.output_dir", tmp_path / "one"), did, 8)
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
-    check_continued(runs(back, *resume_from(one, 20)), did, 20)
+    check_continued(runs(back, *resume_from(one, 8)), did, 8)
 
 
 @pytest.mark.slow
@@ -382,7 +383,6 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 @pytest.mark.parametrize(
     "size, change, attention, message",
     [
-        (3, {}, DOCUMENTS, {"sp": "parallelism_config_sp_size 3 must divide the 4 attention heads"}),
         (2, {}, "eager", "{way}_size 2 needs model.attention sdpa, and a model that works without padding"),
         (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, DOCUMENTS, "<= 16"),
         (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, DOCUMENTS, "<= 20"),
@@ -391,8 +391,6 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
     ],
 )
 def test_refused_models(way, size, change, attention, message):
-    if isinstance(message, dict):  # Only one of the two ways.
-        message = message.get(way)
     found = transformers.LlamaConfig(num_attention_heads=4, hidden_size=32, max_position_embeddings=20, **change)
     found._attn_implementation = attention
     check = partial(check_shared_rows, SimpleNamespace(config=found), config_of(), Layout(**{way: size}))

@@ -18,17 +18,21 @@ from helpers import (
     check_continued,
     difference,
     launch,
+    make_rows,
     packed_config,
     resume_from,
     run,
     tiny_config,
+    write_rows,
 )
 from reference import shuffled, train_reference
 
 from samerun.config import Batch, Config, Data, Eval, Model, Optim
+from samerun.data.batches import collate
 from samerun.errors import UserError
 from samerun.parallel.layout import Layout, check_combination, layout_of
 from samerun.parallel.mesh import check_divisible
+from samerun.parallel.tensor import with_few_lengths
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
 
@@ -84,13 +88,14 @@ def truth(tmp_path_factory):
     def result(name: str):
         folder = tmp_path_factory.mktemp("tensor-parallel")
         config = tiny_config(folder)
-        config["run"] |= {"eval_every": 15, "save_every": 10, "keep_checkpoints": 3}
+        config["run"] |= {"max_steps": 12, "eval_every": 6, "save_every": 4, "keep_checkpoints": 3}
         config["model"]["pretrained"] = str(family(folder / "model", name.split()[-1], **MODELS[name]))
         rows, held_out = (list(datasets.load_from_disk(folder / part)) for part in ("rows", "held-out"))
-        order = shuffled(config["run"]["seed"], len(rows), 300)
-        did = train_reference(config, lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]], held_out)
-        assert 5 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms)
-        tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 31)]
+        order = shuffled(config["run"]["seed"], len(rows), 120)
+        rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
+        did = train_reference(config, rows_of, held_out, eval_every=6)
+        assert 2 < sum(norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms) < 12
+        tokens = [sum(len(rows[i]["input_ids"]) for i in order[: 10 * step]) for step in range(1, 13)]
         return config, did, tokens
 
     return result
@@ -146,7 +151,7 @@ def test_equals_the_plain_loop(truth, runs, case):
     evaluated = {line["step"]: line["eval/loss"] for line in done.metrics if "eval/loss" in line}
     assert evaluated == pytest.approx(did.eval_losses, rel=5e-7)
     rates = zip(done.logged("perf/tokens_per_second"), done.logged("perf/tokens_per_second_per_device"))
-    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 29)
+    assert [rate and rate / of_one for rate, of_one in rates][1:] == pytest.approx([processes] * 11)
     assert "Warning" not in done.output and "W1" not in done.output
 
     model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
@@ -169,6 +174,23 @@ def test_begins_as_the_plain_loop(truth, runs, case):
 
 
 @pytest.mark.slow
+def test_compiled(tmp_path, monkeypatch):
+    """Code for micro-steps of two rows, and for those of one. Of each, six functions are compiled, some of them twice:
+    the test of the divided model has positions of another stride."""
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    config["batch"] |= {"global_batch_size": 5, "max_micro_batch_size": 2}
+    config["data"] |= {"packing": "concat", "sequence_length": 64, "eval_source": None}
+    config["model"] = {"architecture": QWEN3}
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    how = by_file(2, 2) | {"warm": False, "timeout": 600}
+    done = launch(tmp_path, config, "--model.compile", "regional", **how)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    assert "recompile_limit" not in done.output and 0 < done.output.count("Recompiling function") <= 2 * 2 * 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes, size", [(2, 2), (4, 2)])
 def test_packed_documents_are_as_if_alone(tmp_path, processes, size):
     """In a model whose windows are shorter than some of the documents."""
@@ -176,6 +198,18 @@ def test_packed_documents_are_as_if_alone(tmp_path, processes, size):
     config["model"] = {"pretrained": str(family(tmp_path / "model", "mistral"))}
     done = launch(tmp_path, config, **by_file(processes, size))
     train_reference(config, lambda step: pieces).check(done)
+
+
+def test_micro_batches_have_few_lengths():
+    """And the same targets. Rows with padding stay as they are."""
+    rows = [np.stack([np.full(length, 5), np.full(length, 6), np.arange(length)]) for length in (3, 62, 63)]
+    device = torch.device("cpu")
+    joined = [collate(rows, device, joined=True), collate(rows[:1], device, joined=True)]
+    short, long = sorted(with_few_lengths(joined), key=lambda batch: batch.length)
+    assert (short.length, long.length) == (64, 128) and with_few_lengths([long])[0] is long
+    assert (short.targets[0, :3] == 6).all() and (short.targets[0, 3:] == -100).all()
+    padded = [collate(rows, device, joined=False)]
+    assert with_few_lengths(padded) is padded
 
 
 @pytest.mark.slow
@@ -186,18 +220,18 @@ def test_checkpoint_moves(truth, runs, tmp_path):
     def go_on(done: Done, step: int, **how) -> Done:
         folder = tmp_path / f"{done.folder.parent.name}-{step}-{len(how)}"
         settings = *resume_from(done, step), "--run.output_dir", folder
-        moved = launch(tmp_path, config, *settings, "--run.save_every", 5, "--run.keep_checkpoints", 9, **how)
+        moved = launch(tmp_path, config, *settings, "--run.save_every", 2, "--run.keep_checkpoints", 9, **how)
         check_continued(moved, did, step)
         return moved
 
     first = launch(tmp_path, config, processes=2, warm=True)
     check_continued(first, did, 0)
-    shared = go_on(first, 10, **by_file(2, 2))
-    both = go_on(shared, 15, **by_file(4, 2))
+    shared = go_on(first, 4, **by_file(2, 2))
+    both = go_on(shared, 6, **by_file(4, 2))
     fsdp2 = {"launcher": "fsdp2", "options": ("--mixed_precision", "no"), "script": (AS_GPU, ROOT / "train.py")}
-    sharded = go_on(both, 20, processes=2, warm=True, **fsdp2)
-    go_on(sharded, 25, processes=None, warm=True)
-    go_on(first, 20, **by_file(4, 2))
+    sharded = go_on(both, 8, processes=2, warm=True, **fsdp2)
+    go_on(sharded, 10, processes=None, warm=True)
+    go_on(first, 8, **by_file(4, 2))
 
 
 QWEN3 = {
@@ -213,19 +247,25 @@ DROPPED = {"model_type": "phi3", "resid_pdrop": 0.2, "num_key_value_heads": 4, "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "architecture, how",
+    "architecture, full_rows, how",
     [
-        (QWEN3, by_file(4, 2)),
-        (QWEN3 | {"vocab_size": 389}, by_file(4, 2)),  # No rank has as many rows of the embedding as another one.
-        (QWEN3 | DROPPED, by_file(2, 2)),
+        (QWEN3, False, by_file(4, 2)),
+        # No rank has as many rows of the embedding as another one.
+        (QWEN3 | {"vocab_size": 2029}, False, by_file(4, 2)),
+        (QWEN3 | DROPPED, True, by_file(2, 2)),
     ],
     ids=["from scratch", "an odd vocabulary", "dropout"],
 )
-def test_is_the_run_of_one_process(tmp_path, architecture, how):
-    """Also with dropout, where the passes are the same: what is whole on all ranks must drop out alike."""
+def test_is_the_run_of_one_process(tmp_path, architecture, full_rows, how):
+    """Also with dropout, where the passes are the same: what is whole on all ranks must drop out alike. Rows that are
+    lengthened drop out otherwise, so these have 64 tokens each."""
     config = tiny_config(tmp_path)
     config["model"] = {"architecture": architecture}
+    if full_rows:
+        rows = write_rows(tmp_path / "full", make_rows([64] * 20, seed=1))
+        config["data"] |= {"path": str(rows), "sequence_length": 64}
     config["batch"]["max_micro_batch_size"] = 3
+    config["run"]["max_steps"] = 10
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
     done = launch(tmp_path, config, **how)
     np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
@@ -259,7 +299,7 @@ def config_of(**model) -> Config:
 def check(processes: int, size: int, monkeypatch, precision: str = "no", model: dict | None = None, **plugin) -> None:
     """What a launch checks before it has a model."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", str(size))
-    asked = {"activation_checkpointing": False, "cpu_ram_efficient_loading": False, "cpu_offload": None} | plugin
+    asked = {"cpu_ram_efficient_loading": False, "cpu_offload": None} | plugin
     config = config_of(**model or {})
     layout = layout_of(config, processes, is_sharded=bool(plugin))
     check_combination(layout, config, precision, SimpleNamespace(**asked) if plugin else None)
@@ -284,7 +324,10 @@ def test_who_shares_with_whom(monkeypatch):
         ({"processes": 2, "size": 2, "model": {"lora": {"r": 4}}}, "cannot be combined with model.lora"),
         ({"processes": 4, "size": 2, "model": {"compile": "full"}}, "cannot be combined with model.compile"),
         ({"processes": 2, "size": 2, "precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
-        ({"processes": 4, "size": 2, "activation_checkpointing": True}, "fsdp_activation_checkpointing"),
+        (
+            {"processes": 4, "size": 2, "activation_checkpointing_offload": True},
+            "fsdp_activation_checkpointing_offload",
+        ),
     ],
 )
 def test_refused_launches(monkeypatch, launched, message):
@@ -315,13 +358,41 @@ TP = "parallelism_config_tp_size [24]: "
 CHANGES_GRADIENTS = "divided as tp 2, a qwen3 computes another gradient of .*k_norm.weight; take FSDP2"
 
 
+# Prints how often the MLPs of a step were called.
+COUNTED = """
+calls = []
+def forward(self, states, forward=transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward):
+    calls.append(1)
+    return forward(self, states)
+transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward = forward
+def train_step(*args, train_step=train.train_step):
+    before, result = len(calls), train_step(*args)
+    train.say(f"MLPs: {len(calls) - before}")
+    return result
+train.train_step = train_step
+"""
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_of_the_launcher_file(truth, tmp_path):
+    """Each of the 2 layers computes its MLP once more in the backward pass of the only micro-step."""
+    config, did, _ = truth("qwen3")
+    script = tmp_path / "fork.py"
+    script.write_text(CHANGED_PLAN.replace("CHANGE", COUNTED))
+    how = by_file(4, 2, script=script)
+    how["options"] = (*how["options"], "--fsdp_activation_checkpointing", "true")
+    done = launch(tmp_path, config, **how)
+    did.check(done)
+    assert re.findall("^MLPs: .*", done.output, re.M) == [f"MLPs: {2 * 2}"] * 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, change, size, message",
     [
         ("qwen3", FORGOTTEN, 2, CHANGES_GRADIENTS),
         ("qwen3", NO_LAYERS, 2, TP + "a qwen3 has no plan in transformers that divides its layers; take FSDP2"),
-        ("qwen3", "", 4, TP + "must divide the attention heads and the key heads of this qwen3: .*"),
+        ("qwen3", "", 4, TP + "must divide the 4 attention heads and the 2 key heads"),
         ("mixtral", "", 2, TP + "a part of .*experts.gate_up_proj of this mixtral cannot be saved; take FSDP2"),
     ],
     ids=["forgotten", "no layers", "two key heads for four ranks", "experts"],

@@ -298,10 +298,13 @@ def end() -> None:
 if __name__ == "__main__":
     environment, sys.argv = serve(sys.argv[1])
     os.environ |= environment
+    import datasets
     import numpy as np
     from matplotlib.figure import Figure
 
     np.random.seed()  # A process of its own begins with numbers of its own.
+    if cache := os.environ.get("HF_DATASETS_CACHE"):  # The library has read it when it was imported.
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
     Figure.savefig = lambda *_, **__: None  # To draw curves takes as long as the steps of most tests.
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path = run_path  # For scripts that run scripts, too.

@@ -111,6 +111,8 @@ def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
     """A micro-batch of one row with more tokens at its end: documents of one token that is no target."""
     documents, before = batch.documents, batch.length
     missing = length - before
+    if not missing:
+        return batch
     more_ids = batch.input_ids[:, :1].expand(1, missing)  # Real ones, see Dataset.read_rows().
     more = torch.arange(before + 1, length + 1, device=documents.ends.device, dtype=torch.int32)
     lengths, ends = (*documents.lengths, *[1] * missing), torch.cat((documents.ends, more))

@@ -100,16 +100,18 @@ def find_spans(
     text, spans = render(turns, encoder, tools, return_assistant_tokens_mask=True)
     if learned == speaks:
         return text, spans
-    # Turn by turn, one sees which blocks are of which turn: some templates write several for one.
-    counts, found = [0], []
+    # A turn's blocks are those from the end of what comes before it to the begin of the next turn. A template may write
+    # several for one turn, and one more after the last.
+    counts = []
     for number in speaks:
-        _, until = render(turns[: number + 1], encoder, tools, return_assistant_tokens_mask=True)
-        counts.append(len(until))
-        if number in learned:
-            found += spans[counts[-2] : counts[-1]]
-    if counts[-1] != len(spans) or counts != sorted(counts):
+        how = {"add_generation_prompt": True, "return_assistant_tokens_mask": True}
+        before = render(turns[:number], encoder, tools, **how)[1] if number else []
+        counts.append(len(before))
+    counts.append(len(spans))
+    if counts != sorted(counts):
         raise ValueError("the generation blocks of the chat template do not tell which turn is to be left out")
-    return text, found
+    blocks = [spans[first:last] for first, last in itertools.pairwise(counts)]
+    return text, [span for number, own in zip(speaks, blocks) if number in learned for span in own]
 
 
 def span_of_turn(
@@ -127,7 +129,7 @@ def span_of_turn(
 
 
 def marks_turns(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
 
 
 def render(
@@ -155,7 +157,8 @@ def accepted_turns(turns: list[dict[str, Any]], encoder: Encoder) -> list[dict[s
 
 def tools_of(value: Any) -> list[dict] | None:
     """The schemas of the functions that a conversation may call, also if they are JSON in a text."""
-    schemas = [parsed(schema) for schema in present(parsed(value)) or []]
+    schemas = parsed(value) if isinstance(value, str) else present(value)  # In a text, a null was meant.
+    schemas = [parsed(schema) for schema in schemas or []]
     if not all(isinstance(schema, dict) for schema in schemas):
         raise ValueError(f"tools has {value!r}; it is a list of the JSON schemas of functions")
     return schemas or None

@@ -43,6 +43,16 @@ class Encoder:
         splits = [any(name in text for name in self.said) for text in texts]
         return [self.tokenizer(text, split_special_tokens=split)["input_ids"] for text, split in zip(texts, splits)]
 
+    def ends(self, texts: list[str]) -> list[list[int]]:
+        """Where in its text each token of texts() ends; 0 for those by which the tokenizer begins or ends it. Needs a
+        fast tokenizer."""
+        if self.needs_twin and not self.parse:
+            offsets = [encoding.offsets for encoding in self.twin.encode_batch(texts)]
+        else:
+            how = {"split_special_tokens": not self.parse, "return_offsets_mapping": True}
+            offsets = self.tokenizer(texts, **how)["offset_mapping"]
+        return [[end for _, end in places] for places in offsets]
+
     def said_by_message(self, value: Any) -> Any:
         """What goes to a chat template: texts in which special tokens have another name, so that conversation() can
         tell them from those that the template writes."""
@@ -76,8 +86,8 @@ class Encoder:
         return ids, first[begins], last[ends]
 
     def for_twin(self, text: str) -> tuple[str, np.ndarray, np.ndarray]:
-        """The text with special tokens as the twin calls them. And where in the text that a token is of begins which
-        has its begin or its end at each place of the new one."""
+        """The text with special tokens as the twin calls them, and two maps from places in it to places in `text`: for
+        where a token begins, and for where it ends. Within a special token, they lead to its begin and to its end."""
         usual = {other: name for name, other in self.said.items()}
         parts, first, last, at = [], [], [np.zeros(1, np.int64)], 0
         names = self.written | usual

@@ -1,10 +1,10 @@
-"""The index of the rows on disk: how it is written, found again, and when it is made anew."""
+"""From documents to an index of packed rows on disk: how it is written, found again, and when it is made anew."""
 
 import inspect
 import json
 import os
-import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,14 +30,14 @@ from samerun.data.token_files import (
 )
 from samerun.data.tokenize import tokenize
 from samerun.errors import is_full, require, say
-from samerun.files import replace_file, size_and_checksum, stamp, sync
+from samerun.files import delete, replace_file, size_and_checksum, stamp, sync
 
 
 class IndexWriter:
     """Writes where the rows of documents lie, for Dataset to map it into memory.
 
     It takes one batch of documents after another, so that it needs little memory. The tokens stay in the files of Arrow
-    that the batches come from. A extent is the tokens of one batch. The files of the index hold int64:
+    that the batches come from. An extent is tokens that lie together in one of them. The files of the index hold int64:
 
         edges.bin    [pieces + 1]              the first token of each piece, and the end
         first.bin    [rows + 1]                the first piece of each row; not there if each row is one piece
@@ -58,12 +58,14 @@ class IndexWriter:
         self.targets = 0
         self.tokens_seen = 0  # By all tokens together, if each sees its whole piece.
         self.lowest_id = self.lowest_label = self.highest = 0
+        self.unlike = 0  # Labels that are another token than the one at their place.
+        self.checksum_of_ids = self.checksum_of_labels = 0
         self.extents = []
         self.types = []  # Of the columns, as numpy calls them.
 
     def append(self, name: str, numbers: np.ndarray) -> None:
         if name in self.files:
-            numbers.astype(np.int64).tofile(self.files[name])
+            self.files[name].write(np.ascontiguousarray(numbers, np.int64))  # numpy's tofile() hides a full disk.
 
     def add(self, batch: pa.RecordBatch, file: int, place: range, kept: np.ndarray | None = None) -> None:
         """Add a batch of documents from a file that is mapped to this place in memory.
@@ -114,10 +116,11 @@ class IndexWriter:
             self.extents.append([self.tokens + first, file, *places])
 
     def note_targets(self, tokens: list[np.ndarray], edges: np.ndarray, cuts: np.ndarray) -> None:
-        """Note how many targets come before each row, and the range of the ids."""
+        """Note how many targets come before each row, and the range and a checksum of the ids."""
         ids, *labels = tokens
         self.lowest_id = min(self.lowest_id, int(ids.min(initial=0)))
         self.highest = max(self.highest, int(ids.max(initial=0)))
+        self.checksum_of_ids = zlib.crc32(ids.astype(np.int32), self.checksum_of_ids)
         if not labels:
             self.targets += len(ids) - len(edges)  # The first token of a piece is no target: nothing comes before it.
             return
@@ -128,6 +131,9 @@ class IndexWriter:
         self.targets += int(before[-1])
         self.lowest_label = min(self.lowest_label, int(labels[0].min(where=is_target, initial=0)))
         self.highest = max(self.highest, int(labels[0].max(where=is_target, initial=0)))
+        self.unlike += int((is_target & (labels[0] != ids)).sum())
+        targets = np.where(is_target, labels[0], -100).astype(np.int32)
+        self.checksum_of_labels = zlib.crc32(targets, self.checksum_of_labels)
 
     def finish(self) -> dict[str, Any]:
         """Complete the files, and return what they hold in all."""
@@ -140,6 +146,7 @@ class IndexWriter:
         self.extents.append([self.tokens] + [0] * (len(self.extents[0]) - 1))
         self.append("extents", np.array(self.extents).T)
         totals = ("rows", "tokens", "tokens_seen", "lowest_id", "lowest_label", "highest", "types")
+        totals += ("unlike", "checksum_of_ids", "checksum_of_labels")
         return {name: getattr(self, name) for name in totals}
 
 
@@ -267,7 +274,7 @@ def load_rows(
     if index is None:
         lacks = "it is read-only, and lacks what --prepare makes of these data"
         require(not is_read_only(cache), f"{cannot_use(cache)}: {lacks}")
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
         folder.mkdir(parents=True)
         try:
             make_index(folder, source, flat, config, tokenizer, tokens, seed, held_out, others)
@@ -305,6 +312,9 @@ def make_index(
     index = write_index(documents, token_files, config.packing, config.sequence_length, folder)
     rows = Dataset(folder, index, seed)
     note_rows_without_target(rows, notes.append)
+    if index["unlike"]:
+        advice = "labels must not be shifted: that of a token stands at its place, and the model learns the next one"
+        notes.append(f"labels that are another token than the one at their place: {index['unlike']:,}; {advice}.")
     index |= {"notes": notes, "fingerprint": checksum_of_rows(rows)}
     replace_file(folder / "index.json", json.dumps(index))  # Last, because it says that the others are complete.
 
@@ -312,7 +322,10 @@ def make_index(
 def compare_documents(
     documents: datasets.Dataset, others: list[Dataset], leave_out: bool, folder: Path, note: Callable[[str], None]
 ) -> datasets.Dataset:
-    """The documents, without those that others hold out for evaluation. Those that others train on are counted."""
+    """The documents, without those that others hold out for evaluation. Those that others train on are counted.
+
+    Writes hashes.bin, by which later data are compared with these.
+    """
     hashes = hash_documents(documents)
     shared = are_among(hashes, [other.hashes for other in others]) if others else np.zeros(len(hashes), bool)
     if shared.any() and leave_out:
@@ -321,7 +334,7 @@ def compare_documents(
         documents, hashes = take(documents, np.flatnonzero(~shared)), hashes[~shared]
     elif shared.any():
         note(f"{shared.sum():,} of {len(hashes):,} documents are also trained on.")
-    hashes.tofile(folder / "hashes.bin")
+    (folder / "hashes.bin").write_bytes(hashes)
     return documents
 
 

@@ -1,4 +1,4 @@
-"""All sources of a run, mixed by weight, prepared by one process per cache."""
+"""All sources of a run, those to train on mixed by weight, and the evaluations; prepared by one process per cache."""
 
 import os
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -42,6 +42,7 @@ class Order:
     """
 
     AHEAD = 1024
+    name = ORDER
 
     def __init__(self, count: int, seed: int):
         self.count = count

@@ -146,12 +146,12 @@ def local_files(builder: datasets.DatasetBuilder) -> list[str]:
     return [file for file in files if os.path.isfile(file)]
 
 
-DOCUMENTS = "train-documents"
+DOCUMENT_CACHE = "train-documents"
 
 
 def cache_of(files: list[str]) -> str:
     """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone."""
-    return str(data_cache() / DOCUMENTS / hashed_key(stamps_of(files)))
+    return str(data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files)))
 
 
 def stamps_of(files: list[str]) -> list[Any]:
@@ -166,7 +166,7 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
     """The documents as Arrow files, which are made unless they are there as they were."""
     folder = Path(builder.cache_dir)
     note = folder / "train-complete.json"
-    is_noted = note.exists() or DOCUMENTS in folder.parts  # Otherwise another program may have made them.
+    is_noted = note.exists() or DOCUMENT_CACHE in folder.parts  # Otherwise another program may have made them.
     mode = None
     if folder.exists() and is_noted and not are_as_noted(note):
         say(f"Data: {folder} is not as it was written, and is made anew.")
@@ -254,8 +254,10 @@ def load_files(files: list[str]) -> datasets.Dataset:
         bad = first_bad_file(builder, files)
         for file in (bad, files[0]):
             load_files([file])  # Alone, a file gives a clearer error, and then this raises.
-        files = [files[0], bad]
-    with as_user_error(f"data: cannot load {' together with '.join(files)}"):
+        with as_user_error(f"data: cannot load {files[0]} together with {bad}"):
+            read_files(builder, [files[0], bad])
+    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""  # Each pair that was tried can be read.
+    with as_user_error(f"data: cannot load {files[0]}{more}"):
         require(any("://" in file or os.path.getsize(file) for file in files), "it is empty")
         return read_files(builder, files)
 

@@ -161,15 +161,16 @@ def attention_by_document(
     runs = [(*lengths, len(list(group))) for lengths, group in itertools.groupby(both_lengths)]
     sizes = [length * count for length, _, count in runs]
     sizes_seen = [length_seen * count for _, length_seen, count in runs]
-    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     parts = [(query, key, value)]
     if len(runs) > 1:
-        parts = zip(query.split(sizes, dim=1), key.split(sizes_seen, dim=1), value.split(sizes_seen, dim=1))
+        parts = zip(query.split(sizes, dim=2), key.split(sizes_seen, dim=2), value.split(sizes_seen, dim=2))
     outputs = []
     for (length, length_seen, count), of_run in zip(runs, parts):
-        # From [1, tokens, heads, head size] to [documents, heads, length, head size], by a view alone: the gradient of
+        # From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone: the gradient of
         # an index or a slice is a copy in a tensor of zeros.
-        queries, keys, values = (states.view(count, -1, *states.shape[2:]).transpose(1, 2) for states in of_run)
+        queries, keys, values = (
+            states.view(states.shape[1], count, -1, states.shape[3]).transpose(0, 1) for states in of_run
+        )
         if sliding_window and length_seen >= length + sliding_window:
             length_seen = length + sliding_window - 1
             keys, values = keys[:, :, -length_seen:], values[:, :, -length_seen:]

@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
-from samerun.errors import UserError, as_user_error, one_line, require, say
+from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
+from samerun.model.outline import extend_embeddings, load_whole, outline
+from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
 from samerun.value_types import as_list
 
 
@@ -63,10 +65,10 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
 
 
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
-    """The model with which a run begins. It is the same on every rank, on the CPU."""
+    """The model of a run, with placeholders for the weights until fill_weights()."""
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     rows, new_tokens = rows_needed(config, tokenizer), added_tokens(config, tokenizer)
-    return make_model(config.model, found, rows, config.run.seed, new_tokens)
+    return outlined_model(config.model, found, rows, config.run.seed, new_tokens)
 
 
 def rows_needed(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> int:
@@ -79,62 +81,54 @@ def added_tokens(config: Config, tokenizer: transformers.PreTrainedTokenizerBase
     return tokenizer.convert_tokens_to_ids(config.data.special_tokens) if tokenizer else []
 
 
-def make_model(
+def outlined_model(
     config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int, new_tokens: Sequence[int] = ()
 ) -> torch.nn.Module:
-    """The model from its seed or from its files, with a row for each token and its adapters."""
+    """The model with a row for each token and its adapters, and with placeholders for its other weights."""
     torch.manual_seed(seed)
     with as_user_error(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
-        model = load_weights(config, found)
-        train_every_row(model, is_new=not config.pretrained)
-        extend_embeddings(config, model, vocab_size)
+        weights = FirstWeights(config, found, vocab_size, seed)
+        is_quantized = getattr(found, "quantization_config", None) is not None
+        model = load_whole(config, found) if is_quantized else outline(config, found)
+        check_vocab_size(config, model, vocab_size)
+        extend_embeddings(model, vocab_size)
+        if not is_quantized:
+            weights.names = put_placeholders(model)
         if config.attention == "sdpa" and model._supports_attention_backend and has_known_layers(model):
             transformers.AttentionInterface.register(DOCUMENTS, document_attention)
             model.set_attn_implementation(DOCUMENTS)
         if config.lora is not None:
+            if starts_from_weights(config.lora):
+                weights.fill(model, torch.device("cpu"))
             model = add_lora(model, config.lora, new_tokens)
             if config.dtype != "float32":
                 train_in_float32(model)
+    model.first_weights = weights
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
 
 
-def extend_embeddings(config: Model, model: torch.nn.Module, vocab_size: int) -> None:
-    """Give the model a row for each token, which a pretrained one may lack."""
+def make_model(
+    config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int, new_tokens: Sequence[int] = ()
+) -> torch.nn.Module:
+    """outlined_model(), with all its weights in the memory of the host."""
+    model = outlined_model(config, found, vocab_size, seed, new_tokens)
+    fill_weights(model, torch.device("cpu"))
+    return model
+
+
+def check_vocab_size(config: Model, model: torch.nn.Module, vocab_size: int) -> None:
+    """Raises UserError if the config itself gives a new model too few rows."""
     size = model.get_input_embeddings().num_embeddings
     if vocab_size > size:
         advice = f"is less than the {vocab_size} of the tokenizer; leave it out to have as many"
         require("vocab_size" not in (config.architecture or {}), f"its vocab_size {size} {advice}")
-        model.resize_token_embeddings(vocab_size)
 
 
-def train_every_row(model: torch.nn.Module, is_new: bool) -> None:
-    """Let no embedding leave out the pad token, whose row would stay 0.
-
-    Nothing is padded with it here, and by its number it may be any token: families have a default for pad_token_id,
-    whatever the tokenizer is.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-            row, module.padding_idx = module.weight.data[module.padding_idx], None
-            if is_new:
-                row.copy_(torch.randn_like(row) * module.weight.data.std())
-
-
-def load_weights(config: Model, found: transformers.PreTrainedConfig) -> torch.nn.Module:
-    options = {
-        "dtype": getattr(torch, config.dtype),
-        "attn_implementation": config.attention,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    if not config.pretrained:
-        return transformers.AutoModelForCausalLM.from_config(found, **options)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        config.pretrained, config=found, output_loading_info=True, **options
-    )
-    require(not report["missing_keys"], f"its files lack {', '.join(sorted(report['missing_keys']))}")
-    return model
+def starts_from_weights(lora: dict[str, Any]) -> bool:
+    """Whether the first values of an adapter depend on those of the weights that it adapts, as those of PiSSA do."""
+    return lora.get("init_lora_weights", True) not in (True, False, "gaussian") or lora.get("use_dora", False)
 
 
 def download_weights(config: Model, found: transformers.PreTrainedConfig) -> None:
@@ -208,10 +202,12 @@ def train_in_float32(model: torch.nn.Module) -> None:
                 trained.register_forward_hook(after)
 
 
-def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: bool) -> None:
+def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: bool, tp: int) -> None:
     """Have torch compile the model at its first pass, in place, so that the names of the weights stay as they are."""
     # Rows of any length get code for all lengths at once. Otherwise the second length would be compiled anew.
     dynamic = None if packing == "concat" else True
+    if tp > 1:
+        dynamic = False  # torch 2.13 compiles DTensors for one length at a time only. `concat` has few, see REFUSED.
     if config.compile == "full":
         whole = model.get_decoder() if chunked else model
         whole.compile(dynamic=dynamic)
@@ -222,11 +218,14 @@ def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: 
 
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:
-    """The FLOPs of the matrix products, forward and backward, per token of a document of this length.
+    """The FLOPs of the matrix products, forward and backward, per token of a document of this length. Only the main
+    process, which logs what follows from them, counts; the others get NaN.
 
     torch counts them on a model without storage, with eager attention because it does not see into fused kernels. For
     a Llama they are 6 N + 12 L H Q T, as in appendix B of PaLM (arXiv:2204.02311).
     """
+    if not is_main_process():
+        return math.nan
     works_without_storage = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **works_without_storage)

@@ -1,6 +1,6 @@
 """Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,22 +15,31 @@ from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs, wants_chunks
+from samerun.model.small import model_to_try
 from samerun.plan import Stage
 
 
-def check_model(model: torch.nn.Module, config: Config, meeting: Meeting, loss_of: Callable) -> None:
-    """Raises UserError if a token sees what it must not, or if packing changes the loss.
+def check_model(
+    model: torch.nn.Module, config: Config, new_tokens: Sequence[int], meeting: Meeting, loss_of: Callable
+) -> tuple[bool, bool]:
+    """Whether a pass in training draws random numbers, as far as the main process knows, and whether the loss is
+    computed in chunks.
 
-    The main process tries it out, and settles on the attention for all ranks.
+    Raises UserError if a token sees what it must not, or if packing changes the loss. The main process tries out a
+    small model of the kind, and settles on the attention for all ranks.
     """
-    if meeting.rank == 0 and can_be_tried(model):
-        settle_attention(model, config.data.packing, loss_of)
-        check_loss(model, config.data.packing, loss_of)
-    settled = meeting.gather(model.config._attn_implementation)[0]
+    small = model_to_try(model, config.model, new_tokens) if meeting.rank == 0 else model
+    if meeting.rank == 0 and can_be_tried(small):
+        settle_attention(small, config.data.packing, loss_of)
+        check_loss(small, config.data.packing, loss_of)
+    settled = meeting.gather(small.config._attn_implementation)[0]
     if settled != model.config._attn_implementation:
         model.set_attn_implementation(settled)
     if config.model.attention == "sdpa" and not joins_documents(model):
         say(f"Rows are padded, because a {model.config.model_type} does not keep documents apart in a single row.")
+    is_random = meeting.rank == 0 and draws_random_numbers(small)
+    chunked = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
+    return is_random, settle_chunks(small, config.model, chunked, meeting, loss_of)
 
 
 def can_be_tried(model: torch.nn.Module) -> bool:
@@ -66,7 +75,9 @@ def sums_inside(model: torch.nn.Module) -> list[float]:
         sums.extend(value.double().sum().item() for value in tree_leaves(output) if isinstance(value, torch.Tensor))
 
     hooks = [module.register_forward_hook(note) for module in model.modules()]
-    batch = collate([probe_row(vocabulary_size(model), packed=False)], model.device, joins_documents(model))
+    # A router may only choose by chance for a few tokens, so there are many.
+    rows = [probe_row(vocabulary_size(model), packed=False, first=8 * number) for number in range(64)]
+    batch = collate(rows, model.device, joins_documents(model))
     try:
         try_pass(model.train(), batch)
     finally:
@@ -84,9 +95,10 @@ def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
         return model(**model_inputs(model, batch))
 
 
-def probe_row(vocab_size: int, packed: bool) -> np.ndarray:
-    """A row [3, 8] as of Dataset.read(): two documents of 4 tokens, or one of 8."""
-    ids = (vocab_size // 2 + np.arange(8)) % vocab_size  # At its ends are special tokens, whose embedding may be 0.
+def probe_row(vocab_size: int, packed: bool, first: int = 0) -> np.ndarray:
+    """A row [3, 8] as of Dataset.read(): two documents of 4 tokens, or one of 8. With another `first`, of others."""
+    middle = vocab_size // 2  # At the ends are special tokens, whose embedding may be 0.
+    ids = (middle + first + np.arange(8)) % vocab_size
     targets = np.append(ids[1:], -100)
     positions = np.arange(8)
     if packed:
@@ -209,12 +221,11 @@ def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
     require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
 
 
-def settle_chunks(model: torch.nn.Module, config: Model, meeting: Meeting, loss_of: Callable) -> bool:
+def settle_chunks(model: torch.nn.Module, config: Model, chunked: bool, meeting: Meeting, loss_of: Callable) -> bool:
     """Whether the loss is computed in chunks, see model.chunked_loss. The main process tries it out for all ranks.
 
     Raises UserError if chunks are asked for and change the loss.
     """
-    chunked = wants_chunks(config, vocabulary_size(model))
     if meeting.rank == 0 and chunked:
         try:
             check_chunks(model, loss_of)

@@ -14,7 +14,7 @@ from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
-LARGE_VOCABULARY = 16_384  # From here on, chunks take hardly longer than all logits at once, and far less memory.
+LARGE_VOCABULARY = 4096  # From here on, chunks take about as long as all logits at once, and less memory.
 
 
 def wants_chunks(config: Model, vocabulary: int) -> bool:
@@ -206,6 +206,6 @@ def patched(owner: torch.nn.Module, name: str, value: Any):
 
 
 def add_metrics(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
-    """Add the values of the same name, without their gradients. Where a value has several terms, add all of them."""
+    """Add the values of the same name, without their gradients."""
     for name, value in more.items():
-        total[name] = total.get(name, 0.0) + value.detach().sum()
+        total[name] = total.get(name, 0.0) + value.detach()

@@ -11,10 +11,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, collate
-from samerun.errors import require
+from samerun.errors import UserError, require
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, joins_documents
+from samerun.model.weights import fill_weights
 from samerun.optim import is_fused
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
@@ -87,6 +88,7 @@ class DeepSpeed(Parallelism):
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_force_ds_cpu_optimizer": False,
         }
+        fill_weights(model, torch.device("cpu"))  # Its engine divides a model that is whole.
         [self.optimizer] = optimizers
         require(is_fused(self.optimizer), "optim.name: DeepSpeed needs one optimizer that is fused; use adamw")
         self.optimizer.param_groups = [group for group in self.optimizer.param_groups if group["params"]]
@@ -130,6 +132,9 @@ class DeepSpeed(Parallelism):
 
         norms = self.zero._get_norm_groups() if self.stage == 3 else [self.zero.scaled_global_norm()]
         return combine_grad_norm_groups(norms).to(self.accelerator.device)
+
+    def norm_of_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        raise UserError("launch: DeepSpeed keeps gradients to itself, so nobody knows the norm of some; take FSDP2")
 
     def zero_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
         if self.zero.found_inf is None:  # There was no update. Only in its step does DeepSpeed forget gradients.

@@ -33,21 +33,18 @@ def expert_modules(model: PreTrainedModel, plan: dict[str, str]) -> list[str]:
     return [name for name, _ in model.named_modules() if plan.get(name) == "ep_dispatch_experts"]
 
 
-def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> list[str]:
+def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tp_mesh: DeviceMesh, own: list[str]) -> list[str]:
     """Replace the experts by those of this rank. Returns the names of the modules whose weights they are.
 
-    Every rank has all of them, so none is sent. Layers on the meta device are those of other ranks.
+    `own`: the names of the weights that this rank has. It has all experts of a layer, so that none is sent.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     plan = model._expand_parallel_plan(model.ep_plan)
-    own = []
-    for name in expert_modules(model, plan):
-        if not any(parameter.is_meta for parameter in model.get_submodule(name).parameters()):
-            own.append(name)
-    plan = {name: style for name, style in plan.items() if any(f"{name}.".startswith(f"{one}.") for one in own)}
+    modules = [name for name in expert_modules(model, plan) if any(weight.startswith(f"{name}.") for weight in own)]
+    plan = {name: style for name, style in plan.items() if any(f"{name}.".startswith(f"{one}.") for one in modules)}
     apply_expert_parallelism(model, mesh, tp_mesh, plan, ep_implementation="all_to_all")
-    return own
+    return modules
 
 
 def shard_experts(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import PreTrainedConfig
 
 from samerun.config import Config
 from samerun.errors import require
@@ -117,6 +118,11 @@ def launched_size(name: str) -> int:
     return int(value)
 
 
+def uses_fsdp() -> bool:
+    """Whether the launcher file asks for FSDP2."""
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
+
+
 def layout_of(config: Config, processes: int, is_sharded: bool, rank: int = 0) -> Layout:
     """The layout of a launch by the launcher file in the environment. Raises UserError for sizes that do not fit."""
     sizes = {name: launched_size(name) for name in ("cp", "sp", "tp")} | {"pp": config.model.pipeline_ranks}
@@ -143,6 +149,37 @@ def layout_of(config: Config, processes: int, is_sharded: bool, rank: int = 0) -
     return layout
 
 
+def check_layers_and_heads(layout: Layout, config: Config, found: PreTrainedConfig) -> None:
+    """Raises UserError unless the ranks can divide the layers and heads of the model, whose config is `found`.
+
+    Other checks say why a model without such numbers is refused.
+    """
+    found = found.get_text_config()
+    if layout.pp > 1:
+        layers, chunks = number_in_config(found, "num_hidden_layers"), layout.pp * config.model.chunks_per_rank()
+        fits = not layers or chunks <= layers
+        require(fits, f"{layout.setting('pp')}: the {layers} layers cannot be divided among {chunks} chunks")
+    heads = number_in_config(found, "num_attention_heads")
+    if layout.sp > 1 and heads:
+        among = layout.setting("sp") + (f" x tp {layout.tp}" if layout.tp > 1 else "")
+        advice = "for other sizes take accelerate_configs/context_parallel.yaml"
+        fits = heads % layout.size("sp", "tp") == 0
+        require(fits, f"{among}: must divide the {heads} attention heads; {advice}")
+    plan = getattr(found, "base_model_tp_plan", None) or {}
+    if layout.tp > 1 and heads and plan.get("layers.*.self_attn.k_proj") == "colwise":
+        keys = number_in_config(found, "num_key_value_heads") or heads
+        fits = heads % layout.tp == 0 and keys % layout.tp == 0
+        require(fits, f"{layout.setting('tp')}: must divide the {heads} attention heads and the {keys} key heads")
+
+
+def number_in_config(found: PreTrainedConfig, name: str) -> int | None:
+    """None where the model has no such number, or another one in each layer."""
+    try:
+        return getattr(found, name, None)
+    except RuntimeError:
+        return None
+
+
 class Refusal(NamedTuple):
     """What a launch cannot have beside any of some dimensions."""
 
@@ -157,7 +194,7 @@ REFUSED = [
     Refusal(
         BY_HAND,
         "model.lora",
-        "the plans of transformers do not name the layers that peft puts in",
+        "transformers' plans do not name the layers that peft puts in, and peft divides only after transformers",
         lambda config, *_: config.model.lora is not None,
     ),
     Refusal(
@@ -167,7 +204,13 @@ REFUSED = [
         lambda config, precision, plugin: precision == "fp8",
     ),
     Refusal(
-        ("tp", "ep"),
+        ("tp",),
+        "model.compile regional without data.packing concat",
+        "torch 2.13 fails on DTensors whose lengths change; use none",
+        lambda config, *_: config.model.compile == "regional" and config.data.packing != "concat",
+    ),
+    Refusal(
+        ("ep",),
         "model.compile regional",
         "torch 2.13 fails on DTensors whose lengths change; use none",
         lambda config, *_: config.model.compile == "regional",
@@ -198,9 +241,9 @@ REFUSED = [
     ),
     Refusal(
         BY_HAND,
-        "fsdp_activation_checkpointing",
-        "only Accelerate's own FSDP2 has it; model.gradient_checkpointing saves memory, too",
-        lambda config, precision, plugin: plugin and plugin.activation_checkpointing,
+        "fsdp_activation_checkpointing_offload",
+        "only Accelerate's own FSDP2 has it; set it to false",
+        lambda config, precision, plugin: plugin and getattr(plugin, "activation_checkpointing_offload", False),
     ),
     Refusal(
         BY_HAND,

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from samerun.config import Config
@@ -22,14 +23,16 @@ from samerun.data.batches import MicroBatch, RowRanks, collate
 from samerun.errors import as_user_error, require
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, joins_documents, patched
+from samerun.model.small import small_model
+from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
 from samerun.parallel.fsdp import BF16_POLICY, before_backward, shard_layers, sharding_options
-from samerun.parallel.layout import Layout, check_combination
+from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
-from samerun.parallel.probe import first_difference, small_model, try_out_whole
+from samerun.parallel.probe import first_difference, try_out_whole
 from samerun.parallel.rows import check_shared_rows, part_of_row
 from samerun.parallel.state import full_tensor, local_tensor, retarget, shards_of, trained_state
-from samerun.parallel.tensor import divide_matrices
+from samerun.parallel.tensor import divide_matrices, with_few_lengths
 
 
 class Parallelism:
@@ -65,26 +68,38 @@ class Parallelism:
     ) -> torch.nn.Module:
         """The model as this rank has it. Afterwards the optimizers train its parameters.
 
-        Every rank has built the whole model, from the seed or the files, so no weight need be sent. Accelerate's
-        wrappers around the optimizers are not used: Guard decides whether they make an update. `forward_backward` is
-        that of train.py, by which a divided model is tried.
+        It is divided while it has placeholders for weights, and each rank fills in what it keeps, so none need be sent.
+        Accelerate's wrappers around the optimizers are not used: Guard decides whether they make an update.
+        `forward_backward` is that of train.py, by which a divided model is tried.
         """
         check_divisible(model, self.config, self.layout)
+        check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
         if not self.layout.is_divided:
-            if self.layout.is_sharded and self.accelerator.mixed_precision != "no":
-                self.plugin.mixed_precision_policy = BF16_POLICY
-            model, *_ = self.accelerator.prepare(model, *optimizers)
-            if self.config.batch.accumulation == "kept_weights":
-                model.set_reshard_after_forward(False)
-            return model
+            return self.prepare_by_accelerate(model, optimizers)
         if self.layout.ep > 1:
             check_experts(model, self.layout.ep, self.layout.setting("ep"))
+        if self.layout.is_sharded and self.plugin.activation_checkpointing:
+            model.gradient_checkpointing_enable()  # Accelerate does it in prepare(), which is not called here.
         self.try_out(model, forward_backward)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.divide(model)
         retarget(optimizers, names, model)
+        fill_weights(model, self.accelerator.device)
         return model.train()
+
+    def prepare_by_accelerate(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.nn.Module:
+        """DDP, FSDP2 or a single device."""
+        if not self.layout.is_sharded:
+            fill_weights(model, self.accelerator.device)
+        elif self.accelerator.mixed_precision != "no":
+            self.plugin.mixed_precision_policy = BF16_POLICY
+        wrapped, *_ = self.accelerator.prepare(model, *optimizers)
+        if self.layout.is_sharded:
+            fill_weights(model, self.accelerator.device)
+        if self.config.batch.accumulation == "kept_weights":
+            wrapped.set_reshard_after_forward(False)
+        return wrapped
 
     def make_groups(self) -> None:
         """Views of all ranks as a mesh: of those that share rows, weights, or experts."""
@@ -116,14 +131,17 @@ class Parallelism:
             self.pipeline = PipelineSchedule(
                 model, self.config, self.accelerator, layout, self.pipeline_groups, self.loss_of
             )
+        own = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        waiting = placeholders_on_meta(model)
         if layout.ep > 1:  # 2. The experts of this rank, before its matrices: a plan for tp may name them, too.
             with as_user_error(
                 f"{layout.setting('ep')}: the experts of this {model.config.model_type} cannot be divided"
             ):
-                experts = divide_experts(model, self.expert_mesh["ep"], self.mesh["tp"])
+                experts = divide_experts(model, self.expert_mesh["ep"], self.mesh["tp"], own)
         if layout.tp > 1:  # 3. The parts of their matrices.
-            partial = divide_matrices(model, self.mesh["tp"], layout.setting("tp"), done=experts)
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.accelerator.device))
+            partial = divide_matrices(model, self.mesh["tp"], layout.setting("tp"), own, done=experts)
+        empty_weights(model, None, waiting)
+        model._apply(lambda tensor: tensor if self.is_moved_later(tensor) else tensor.to(self.accelerator.device))
         if layout.is_sharded:  # 4. FSDP2 of what is left.
             options = sharding_options(self.accelerator, is_exact)
             if experts:
@@ -133,6 +151,10 @@ class Parallelism:
             if self.config.batch.accumulation == "kept_weights":
                 model.set_reshard_after_forward(False)
         self.note_reductions(model, partial)
+
+    def is_moved_later(self, tensor: torch.Tensor) -> bool:
+        """Whether it is nobody's, or FSDP2 moves it with its layer: not all of them at once."""
+        return tensor.is_meta or (self.layout.is_sharded and not isinstance(tensor, DTensor))
 
     def note_reductions(self, model: torch.nn.Module, partial: list[str]) -> None:
         """Which gradients are to be added up after the last micro-step, and over which ranks."""
@@ -150,11 +172,12 @@ class Parallelism:
     def try_out(self, model: torch.nn.Module, forward_backward: Callable) -> None:
         """Raises UserError if a small model of this kind, divided, does not compute what it computes as a whole.
 
-        That is a pass of the real step, in float32: all hooks, schedules and sums over ranks take part in it.
+        That is a pass of the real step, in float32: all hooks, schedules and sums over ranks take part in it. Only
+        activations are not computed again.
         """
         layout, kind = self.layout, model.config.model_type
         chunks = layout.pp * self.config.model.chunks_per_rank() if layout.pp > 1 else 1
-        small = small_model(model, chunks, self.accelerator.device)
+        small = small_model(model, self.config.model, chunks, self.accelerator.device)
         if layout.pp > 1:
             check_layers(small, chunks, self.loss_of, layout.setting("pp"))
             small.eval()
@@ -195,6 +218,8 @@ class Parallelism:
         layout = self.layout
         if layout.pp > 1:
             micro_batches = same_length(micro_batches)
+        if layout.tp > 1:
+            micro_batches = with_few_lengths(micro_batches)
         if layout.row_ranks > 1:
             number = layout.place("cp", "sp")
             micro_batches = [part_of_row(batch, layout, number, self.row_ranks) for batch in micro_batches]
@@ -218,7 +243,7 @@ class Parallelism:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local_tensor(parameter.grad), group=group)
 
-    def evaluate(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    def metrics_of(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         """The metrics of token_loss(), summed over micro-batches of part_of()."""
         if self.pipeline:
             return self.pipeline.run(model, micro_batches, scale=None)
@@ -239,7 +264,16 @@ class Parallelism:
         return {name: total / alike for name, total in zip(metrics, values.unbind())}
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks.
+        """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks."""
+        norm, limit = self.norm_of_gradients(parameters), self.config.optim.max_grad_norm
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if limit and gradients:
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def norm_of_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Of some parameters, a plain tensor that is the same on all ranks. All of them call it, also without any.
 
         A rank adds up the squares of what it has. What several ranks have counts by its share on each of them.
         """
@@ -253,12 +287,7 @@ class Parallelism:
         if layout.is_sharded or layout.is_divided:  # Otherwise all ranks have the same gradients.
             dist.all_reduce(square)
             square = square * layout.pp / layout.processes
-        norm, limit = square.sqrt(), self.config.optim.max_grad_norm
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if limit and gradients:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-        return norm
+        return square.sqrt()
 
     def zero_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
         # The gradients of DDP are views of its buckets, which stay (gradient_as_bucket_view in start_accelerator()).
@@ -280,6 +309,9 @@ class Parallelism:
         """Weights and saved buffers by their names, the same on all ranks, as this one has them. Tied ones are there
         once: from_pretrained() ties them again."""
         if self.pipeline:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # An evaluation may have left weights that are gathered, in bf16.
             weights = dict(model.named_parameters())
         else:
             weights = get_model_state_dict(model, options=StateDictOptions())

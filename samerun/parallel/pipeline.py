@@ -228,7 +228,6 @@ def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting
     joins = model.config._attn_implementation == DOCUMENTS
     require(joins, f"{setting}: needs model.attention sdpa, and a model that works without padding; not {name}")
     require(model.supports_pp_plan, f"{setting}: transformers has no plan how a {name} is divided")
-    require(count <= total, f"{setting}: the {total} layers cannot be divided among {count} chunks")
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     require(not saved, f"{setting}: a {name} has {min(saved, default='')}, which is no weight and belongs to no rank")
     edges = np.linspace(0, total, count + 1).round().astype(int).tolist()

@@ -26,10 +26,6 @@ def check_shared_rows(model: torch.nn.Module, config: Config, layout: Layout) ->
     name, joins = found.model_type, model.config._attn_implementation == DOCUMENTS
     advice = "needs model.attention sdpa, and a model that works without padding"
     require(joins, f"{setting} {advice}; not {name}")
-    heads, ranks = found.num_attention_heads, layout.sp * layout.tp
-    advice = "for other sizes take accelerate_configs/context_parallel.yaml"
-    among = setting if layout.tp == 1 else f"{setting} x tp {layout.tp}"
-    require(layout.sp == 1 or heads % ranks == 0, f"{among} must divide the {heads} attention heads; {advice}")
     # These frequencies follow from the longest document of a pass, of which each rank would know its part only.
     rope = getattr(found, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):

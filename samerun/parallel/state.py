@@ -44,10 +44,15 @@ def shards_of(tensor: torch.Tensor) -> int:
     return math.prod(tensor.device_mesh.size(at) for at, one in enumerate(placements) if not one.is_replicate())
 
 
+def without_wrappers(name: str) -> str:
+    """The name of a weight as a checkpoint has it."""
+    return re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+
+
 def names_of_shared(model: torch.nn.Module) -> set[str]:
     """The names of parameters that have an earlier name, too, as the trained rows of tied embeddings have with LoRA."""
     every, first = (dict(model.named_parameters(remove_duplicate=again)) for again in (False, True))
-    return {re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in every.keys() - first.keys()}
+    return {without_wrappers(name) for name in every.keys() - first.keys()}
 
 
 def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:

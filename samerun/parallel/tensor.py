@@ -5,21 +5,25 @@ ranks add up what each has computed. Other weights, such as norms, are whole on 
 """
 
 import fnmatch
+import math
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from samerun.data.batches import MicroBatch, lengthen
 from samerun.errors import as_user_error, require
 
 
-def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh, setting: str, done: list[str]) -> list[str]:
+def divide_matrices(
+    model: PreTrainedModel, mesh: DeviceMesh, setting: str, own: list[str], done: list[str]
+) -> list[str]:
     """Replace matrices by the parts of this rank, but for the modules named in `done`, which are divided already.
 
-    Every rank has the whole matrices, so nothing need be sent. Returns the names of whole weights of whose gradients
-    each rank has a part. transformers would add these up after each micro-step, and what it has added up before once
-    more. They are to be added up after the last one instead.
+    `own`: the names of the weights that this rank has, each of them whole, so that nothing need be sent. Returns the
+    names of whole weights of whose gradients each rank has a part. transformers would add these up after each
+    micro-step, and what it has added up before once more. They are to be added up after the last one instead.
     """
     # Not at the top of the file, because transformers before 5.22 does not have it.
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -28,7 +32,7 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh, setting: str, done
     rules = [rule for rule, style in model.tp_plan.items() if style == "replicated_with_grad_allreduce"]
     plan = model._expand_parallel_plan(model.tp_plan | dict.fromkeys(rules, "replicate"))
     untie(model)
-    own = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    own = [*own, *(name for name, same in model.all_tied_weights_keys.items() if same in own)]
     plan = {name: style for name, style in plan.items() if holds_any(name, own) and not is_in(name, done)}
     with as_user_error(f"{setting}: must divide the attention heads and the key heads of this {kind}"):
         apply_tensor_parallelism(model, mesh, plan)
@@ -66,3 +70,11 @@ def check_parts(model: PreTrainedModel, names: list[str], setting: str, done: li
         # Of matrices that are two in one, a rank may have a piece of each. torch's checkpoints cannot save that.
         in_one_piece = all(type(one) in (Shard, Replicate) for one in getattr(parameter, "placements", ()))
         require(in_one_piece, f"{setting}: a part of {name} of this {kind} cannot be saved; take FSDP2")
+
+
+def with_few_lengths(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Joined rows are lengthened to a multiple of 64 tokens: for each new length, DTensor works out anew how it divides
+    each operation, which takes a tenth of a second."""
+    if not micro_batches[0].documents:
+        return micro_batches
+    return [lengthen(batch, math.ceil(batch.length / 64) * 64) for batch in micro_batches]

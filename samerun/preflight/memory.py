@@ -18,10 +18,11 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
 from samerun.errors import require
-from samerun.model.build import make_model, number_of_experts, vocabulary_size
-from samerun.model.loss import compute_loss, joins_documents, wants_chunks
+from samerun.model.build import number_of_experts, outlined_model, vocabulary_size
+from samerun.model.loss import joins_documents, wants_chunks
+from samerun.model.small import with_layers
 from samerun.optim import hidden_matrices
-from samerun.parallel.layout import check_combination, layout_of
+from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads, layout_of, uses_fsdp
 from samerun.parallel.mesh import check_divisible
 from samerun.parallel.rows import part_of_row
 from samerun.plan import Plan
@@ -32,14 +33,13 @@ class PlannedLaunch:
     """A launch on so many processes, by the launcher file that `accelerate launch` has put into the environment."""
 
     def __init__(
-        self, config: Config, num_processes: int, plan_stages: Callable, token_loss: Callable, is_sharded: bool = False
+        self, config: Config, num_processes: int, plan_stages: Callable, loss_of: Callable, is_sharded: bool = False
     ):
         self.config, self.num_processes = config, num_processes
-        self.plan_stages, self.token_loss = plan_stages, token_loss  # Those of train.py.
-        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        self.is_sharded, self.plugin = is_sharded or uses_fsdp, None
+        self.plan_stages, self.loss_of = plan_stages, loss_of  # Those of train.py.
+        self.is_sharded, self.plugin = is_sharded or uses_fsdp(), None
         if self.is_sharded:
-            self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp else 2)
+            self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp() else 2)
             is_known = self.plugin.fsdp_version == 2
             require(is_known, "launch: FSDP is not supported; take another file of accelerate_configs/")
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -61,7 +61,7 @@ class PlannedLaunch:
                 config = config.model_copy(update={section: part})
             else:
                 is_sharded = True
-        return PlannedLaunch(config, self.num_processes, self.plan_stages, self.token_loss, is_sharded)
+        return PlannedLaunch(config, self.num_processes, self.plan_stages, self.loss_of, is_sharded)
 
     @property
     def accumulates(self) -> bool:
@@ -147,19 +147,15 @@ class PassMemory:
 
 
 def model_without_storage(config: Model, found: transformers.PreTrainedConfig, layers: int) -> torch.nn.Module:
-    found = copy.deepcopy(found)
-    text = found.get_text_config()
-    left_out = text.num_hidden_layers - layers
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    whole, found = found.get_text_config(), with_layers(found, layers)
+    text, left_out = found.get_text_config(), whole.num_hidden_layers - layers
     # The first layers of a mixture may be without experts. They are left out before the others, which are larger.
     if getattr(text, "first_k_dense_replace", None):
         text.first_k_dense_replace = max(0, text.first_k_dense_replace - left_out)
     if getattr(text, "mlp_layer_types", None):
-        text.mlp_layer_types = text.mlp_layer_types[left_out:]
+        text.mlp_layer_types = whole.mlp_layer_types[left_out:]
     with torch.device("meta"):
-        return make_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
+        return outlined_model(config.model_copy(update={"pretrained": None}), found, 0, seed=0).train()
 
 
 class SendingNothing:
@@ -218,7 +214,7 @@ def trace_pass(
                 parameter.register_post_accumulate_grad_hook(keep_share)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-                loss, _ = compute_loss(model, batch, launch.token_loss, chunked)
+                loss, _ = launch.loss_of(model, batch, chunked=chunked)
             loss.backward()
         leave("layers")
     return PassMemory(saved[0], peaks["layers"], peaks["head"])
@@ -288,6 +284,35 @@ def experts_divided(
     return found
 
 
+@dataclass(frozen=True)
+class OwnPart:
+    """What a rank has of a model before FSDP2 shards it: its layers, and its part of each matrix."""
+
+    found: transformers.PreTrainedConfig  # Of the model that is as large as this part,
+    layers: int  # but for these, of which it has fewer,
+    model: torch.nn.Module  # and that model, without storage.
+    absent: float  # How many numbers of the model this rank does not have.
+    trained: float  # How many numbers are trained,
+    moments: float  # and how many the optimizer has for them.
+
+
+def own_part(config: Config, found: transformers.PreTrainedConfig, layout: Layout) -> OwnPart:
+    check_layers_and_heads(layout, config, found)
+    check_divisible(model_without_storage(config.model, found, layers=1), config, layout)
+    if layout.tp > 1:
+        found = heads_divided(found, layout.tp)
+    layers = math.ceil(found.get_text_config().num_hidden_layers / layout.pp)
+    model = model_without_storage(config.model, found, layers)
+    end = model.get_input_embeddings().weight.numel()
+    # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
+    ends = end if model.all_tied_weights_keys else 2 * end
+    absent = ends - (end if layout.pp > 1 else ends) / layout.tp
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad) - absent
+    hidden = hidden_matrices(model) if config.optim.name == "muon" else []
+    moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
+    return OwnPart(found, layers, model, absent, trained, moments)
+
+
 def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
     """Bytes by what they are for. Their sum is the most that a device holds at a time."""
     config, layout = launch.config, launch.layout
@@ -295,21 +320,11 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     settings = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
     config = config.model_copy(update={"model": settings})
 
-    check_divisible(model_without_storage(settings, found, layers=1), config, layout)
-    if layout.tp > 1:
-        found = heads_divided(found, layout.tp)
-    layers = math.ceil(found.get_text_config().num_hidden_layers / layout.pp)
-    model = model_without_storage(settings, found, layers)
-    parameters, end = list(model.parameters()), model.get_input_embeddings().weight.numel()
-    # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
-    ends = end if model.all_tied_weights_keys else 2 * end
-    absent = ends - (end if layout.pp > 1 else ends) / layout.tp
-    trained = sum(one.numel() for one in parameters if one.requires_grad) - absent
-    weights = sum(one.nbytes for one in parameters) - 4 * absent
-    hidden = hidden_matrices(model) if config.optim.name == "muon" else []
-    moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
+    part = own_part(config, found, layout)
+    model, found, layers, absent, trained = part.model, part.found, part.layers, part.absent, part.trained
+    weights = sum(one.nbytes for one in model.parameters()) - 4 * absent
 
-    memory = {"weights": weights / layout.shards, "optimizer": 4 * moments / layout.shards}
+    memory = {"weights": weights / layout.shards, "optimizer": 4 * part.moments / layout.shards}
     memory["gradients"] = 4 * trained / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)

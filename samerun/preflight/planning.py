@@ -15,7 +15,9 @@ from samerun.data.load import data_lock, load_data, take_at_once
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.model.build import download_weights, model_config
 from samerun.model.tokenizer import load_tokenizer
-from samerun.plan import Stage, check_length, plan_table, say_if_idle
+from samerun.parallel.layout import check_layers_and_heads
+from samerun.plan import check_length, plan_table, say_if_idle
+from samerun.preflight.host import memory_per_host
 from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
 
@@ -38,30 +40,33 @@ def prepare(config: Config) -> None:
     say("Prepared: a launch finds all of it in the caches. On machines without network, set HF_HUB_OFFLINE=1 for it.")
 
 
-#
-# What --plan shows: how launches on other machines would divide a step, and what memory they would take. Nothing of
-# this is used while a run trains.
+# --plan ---------------------------------------------------------------------------------------------------------------
 
 
-def print_plans(config: Config, process_counts: list[int], plan_stages: Callable, token_loss: Callable) -> None:
+def print_plans(config: Config, process_counts: list[int], plan_stages: Callable, loss_of: Callable) -> None:
     """What --plan shows: no data, weights or device are touched."""
+    StopSignal().raise_at_signals()
     silence_libraries()
-    launches = [PlannedLaunch(config, count, plan_stages, token_loss) for count in process_counts]
-    check_config(config, launches[0].stages)
+    launches = [PlannedLaunch(config, count, plan_stages, loss_of) for count in process_counts]
+    check_config(config, launches)
     say(plan_table(list(itertools.chain(*(launch.stages for launch in launches)))))
     for launch in launches:
         say_if_idle(min((stage.plan for stage in launch.stages), key=lambda plan: plan.global_batch_size))
     if config.perf.device_memory_gib:
         say_memory(config, launches)
+    if config.perf.host_memory_gib:
+        say_host_memory(config, launches)
 
 
-def check_config(config: Config, stages: list[Stage]) -> None:
+def check_config(config: Config, launches: list[PlannedLaunch]) -> None:
     """Raises UserError for what a launch would refuse by the config alone. A model on the Hub is not asked for."""
     if config.run.max_steps:
-        check_length(config, stages, config.run.max_steps)
+        check_length(config, launches[0].stages, config.run.max_steps)
     if config.model.architecture or os.path.isdir(config.model.pretrained):
         any_size = 384  # Of the vocabulary, where the config does not say it.
-        model_config(config, any_size)
+        found = model_config(config, any_size)
+        for launch in launches:
+            check_layers_and_heads(launch.layout, config, found)
 
 
 def planned_model(config: Config) -> transformers.PreTrainedConfig:
@@ -116,6 +121,29 @@ def memory_line(launch: PlannedLaunch, memory: dict[str, float]) -> dict[str, st
     line = {"processes": f"{launch.num_processes:,}"}
     line |= {name: f"{memory[name] / 2**30:,.3f}" for name in names}
     return line | {"all": f"{sum(memory.values()) / 2**30:,.3f}"}
+
+
+def say_host_memory(config: Config, launches: list[PlannedLaunch]) -> None:
+    """The table of memory per host, and which of its figures are too large. Or why it is not known."""
+    limit, lines, too_large = config.perf.host_memory_gib, [], []
+    try:
+        found = planned_model(config)
+        for launch in launches:
+            check_is_known(launch)
+            with as_user_error("it is not known for this model"):
+                memory = memory_per_host(launch, found)
+            count = f"{launch.num_processes:,}"
+            lines.append({"processes": count} | {name: f"{size / 2**30:,.3f}" for name, size in memory.items()})
+            what = max(memory, key=memory.get)
+            if memory[what] > limit * 2**30:
+                too_large.append(f"{count} processes: {what} takes {memory[what] / 2**30:,.1f} GiB, beyond {limit:g}.")
+    except UserError as error:
+        say(f"Memory of a host: {error}")
+        return
+    say(f"\nGiB per host of up to {config.perf.ranks_per_host} ranks, without their libraries:")
+    say(pd.DataFrame(lines).to_string(index=False))
+    for text in too_large:
+        say(f"{text} Let fewer ranks share a host. For save, dividing the model among more ranks helps, too.")
 
 
 # What saves memory, from what costs least to what costs most.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from samerun.config import Config, evaluation_title, flatten
+from samerun.config import FROZEN, Config, evaluation_title, flatten
 from samerun.data.rows import Dataset
 from samerun.errors import AgreedError
 from samerun.meeting import Meeting
@@ -20,6 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 MOST_LINES = 12
 # Besides those that a run writes down.
 LIBRARIES = ("deepspeed", "numpy", "peft", "safetensors", "tokenizers", "torchao", "trl")
+OF_NO_MODEL = "_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 
 def agree(meeting: Meeting, facts: dict[str, Any]) -> None:
@@ -27,18 +29,49 @@ def agree(meeting: Meeting, facts: dict[str, Any]) -> None:
 
     A fact is something that JSON can hold. As long as they are the same, the ranks exchange a checksum only.
     """
-    written = json.dumps(facts, sort_keys=True)
-    if len(set(meeting.gather(hashlib.sha256(written.encode()).hexdigest()))) == 1:
-        return
-    told = meeting.gather([meeting.host, facts])
+    if len(set(meeting.gather(digest(facts)))) > 1:
+        refuse_differences(meeting.gather([meeting.host, facts]))
+
+
+def agree_on_weights(meeting: Meeting, model: torch.nn.Module, filled: int) -> str | None:
+    """Raises AgreedError unless all ranks have met the same first weights, as far as they have met the same ones.
+
+    Returns a checksum of samples of those that are frozen, on whatever rank they are, and None if all are trained.
+    `filled`: a sample of frozen weights that had no placeholders.
+    """
+    weights = getattr(model, "first_weights", None)
+    samples = weights.samples if weights else {}
+    digests = meeting.gather(digest(samples))
+    is_first = digests.index(digests[meeting.rank]) == meeting.rank  # Of those that have met the same.
+    told = meeting.gather([meeting.host, samples if is_first else {}])
+    known = {}
+    for _, theirs in told:
+        known = theirs | known
+    refuse_differences([[host, known | theirs] for host, theirs in told])
+    return checksum_of_frozen(known, filled)
+
+
+def checksum_of_frozen(samples: dict[str, int], filled: int = 0) -> str | None:
+    """Of the samples that FirstWeights has met, those of frozen weights. None if there are none."""
+    frozen = {name: sample for name, sample in samples.items() if name.startswith(FROZEN)}
+    return digest({**frozen, "filled": filled})[:12] if frozen or filled else None
+
+
+def digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_differences(told: list[list[Any]]) -> None:
+    """Raises AgreedError if some ranks have another fact than others, by [host, facts] of the ranks."""
     lines = differences(told)
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"  and {len(lines) - MOST_LINES} more"]
     advice = "the processes are not one run; give all of them the same command, files and code:"
-    raise AgreedError("\n".join([f"launch: {advice}", *lines]))
+    if lines:
+        raise AgreedError("\n".join([f"launch: {advice}", *lines]))
 
 
-def differences(told: list[tuple[str, dict[str, Any]]]) -> list[str]:
+def differences(told: list[list[Any]]) -> list[str]:
     """A line for each name with two values, that of the main process and another, by [host, facts] of the ranks."""
     lines = []
     main_host, main_facts = told[0]
@@ -82,21 +115,30 @@ def launcher_settings() -> dict[str, str]:
 
 
 def checksums_of_code(script: Path) -> dict[str, str]:
-    """Of the script, and of each file of this package."""
+    """Of the script, of what it has imported from beside it, and of each file of this package."""
     files = {script.name: script}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or os.devnull)
+        is_beside = path.is_relative_to(script.parent) and not path.is_relative_to(sys.prefix)
+        if is_beside and path.suffix == ".py" and path.is_file():
+            files[str(path.relative_to(script.parent))] = path
     files |= {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
     return {f"code of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
 
 
+def settings_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Its transformers config, as JSON has it, but for where it lies and what has read it."""
+    settings = {name: value for name, value in model.config.to_dict().items() if name not in OF_NO_MODEL}
+    return json.loads(json.dumps(settings, default=str))
+
+
 def data_facts(train: Dataset, evaluations: dict[str, Dataset], model: torch.nn.Module) -> dict[str, Any]:
-    """The rows and the initial model. Together with the settings, they decide the length of the run, too."""
+    """The rows, and the model as far as it has no placeholders. With the settings, they fix the length of the run."""
     named = {"data": train} | {evaluation_title(name): data for name, data in evaluations.items()}
     facts = {}
     for name, data in named.items():
         facts[f"{name}: rows"] = len(data)
         facts[f"{name}: fingerprint of the rows"] = data.fingerprint()
-    settings = model.config.to_dict()
-    settings.pop("_name_or_path", None)
-    facts["model: config"] = json.dumps(settings, sort_keys=True, default=str)
+    facts["model: config"] = json.dumps(settings_of(model), sort_keys=True)
     facts["model: sample of the weights"] = sample_of_weights(model)
     return facts

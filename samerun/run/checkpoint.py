@@ -24,6 +24,7 @@ from samerun.errors import AgreedError, UserError, as_user_error, is_main_proces
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
 from samerun.parallel.mesh import Parallelism
+from samerun.parallel.state import without_wrappers
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Progress:
     """How far the run has come. The manifest of a checkpoint holds all of it."""
 
     step: NonNegativeInt = 0
-    skipped_steps: NonNegativeInt = 0  # Steps without an update, because a number was not finite,
-    skipped_in_a_row: NonNegativeInt = 0  # and how many of them were the last ones.
+    skipped_steps: NonNegativeInt = 0  # Steps without an update: a number was not finite, or no row had a target.
+    skipped_in_a_row: NonNegativeInt = 0  # How many of the last steps, since a number was not finite.
     evaluated_step: NonNegativeInt = 0  # The last step with a complete evaluation.
     rows: NonNegativeInt = 0
     tokens: NonNegativeInt = 0  # Padding included.
@@ -248,7 +249,7 @@ def find_checkpoint(resume: str, folder: Path, meeting: Meeting) -> tuple[Path, 
 
 
 def checkpoints_to_try(resume: str, folder: Path) -> list[str]:
-    """The best one first.
+    """The newest one first.
 
     The folder's own checkpoints go first, so that a run that began with the one that `resume` names can go on.
     """
@@ -286,7 +287,7 @@ def load_checkpoint(
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:
     """Delete the new state of weights of which the checkpoint has none. Up to it they never had a gradient."""
     for name, parameter in getattr(model, "module", model).named_parameters():
-        name = re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)  # A checkpoint leaves out wrappers.
-        if not any(key.startswith(f"optimizer.state.{name}.") for key in saved):
+        prefix = f"optimizer.state.{without_wrappers(name)}."
+        if not any(key.startswith(prefix) for key in saved):
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)

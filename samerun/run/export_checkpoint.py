@@ -15,14 +15,24 @@ import transformers
 from torch.distributed.checkpoint.metadata import Metadata
 
 from samerun.cli import Export
-from samerun.config import Config, flatten, may_change
+from samerun.config import FROZEN, Config, flatten, may_change
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
 from samerun.model.build import add_lora, added_tokens, build_model, model_config, rows_needed
+from samerun.model.outline import outline, state_of
 from samerun.model.tokenizer import load_tokenizer, use_tokenizer
-from samerun.run.checkpoint import checkpoint_name, find_checkpoint, progress_in, verify_checkpoint
+from samerun.model.weights import fill_weights
+from samerun.run.agreement import checksum_of_frozen
+from samerun.run.checkpoint import (
+    checkpoint_name,
+    find_checkpoint,
+    list_checkpoints,
+    progress_in,
+    step_of,
+    verify_checkpoint,
+)
 from samerun.run.export import (
     export_dtype,
     names_of_adapter,
@@ -52,7 +62,7 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)
     dtype = export_dtype(config, manifest.get("launch", {}).get("precision", "no"))
-    saved = SavedWeights(checkpoint)
+    saved = SavedWeights(checkpoint, manifest["config"].get(FROZEN))
     draft = folder.with_name(f".{folder.name}.tmp")
     with as_user_error(f"--to: cannot write {folder}"):
         new_folder(draft)
@@ -72,7 +82,7 @@ def write_model(
     if config.model.lora is None:
         model = meta_model(config, tokenizer, saved)
         use_tokenizer(model, tokenizer, config)
-        planned = without_storage(exported_weights(model), dtype)
+        planned = without_storage(state_of(model), dtype)
         saved.check_names(planned)
         write_configs(model, folder, dtype)
         write_weights(model, planned, lambda name, _: saved.read(name).to(planned[name].dtype), folder)
@@ -83,7 +93,7 @@ def write_model(
     else:
         model = whole_model(config, tokenizer, saved, dtype).merge_and_unload()
         use_tokenizer(model, tokenizer, config)
-        weights = exported_weights(model)
+        weights = state_of(model)
         planned = without_storage(weights, dtype)
         write_configs(model, folder, dtype)
         write_weights(model, planned, lambda name, _: weights[name].detach().to(planned[name].dtype), folder)
@@ -103,7 +113,7 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
     name = progress_in(found[1]).best_checkpoint if which == "best" else checkpoint_name(int(which))
     require(name, f"--export best: {found[0]} knows of no best one; run.keep_best keeps it")
     path = folder / name
-    there = ", ".join(str(int(one.name[5:])) for one in sorted(folder.glob("step-*")) if one.name[5:].isdecimal())
+    there = ", ".join(str(step_of(one)) for one in list_checkpoints(folder))
     require(path.is_dir(), f"--export {which}: there is no {path}; there are those of the steps {there}")
     return path, verify_checkpoint(path, alone)
 
@@ -115,6 +125,8 @@ def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any
     ours = flatten({"model": config.model.model_dump()})
     for name in [*ours, *(name for name in theirs if name.startswith("model."))]:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        if name not in theirs and now == {}:  # Older manifests leave them out.
+            continue
         require(before == now or may_change(kind, name), f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
 
 
@@ -140,8 +152,9 @@ def new_folder(draft: Path) -> None:
 class SavedWeights:
     """The weights in a checkpoint by their names in the model, read one by one."""
 
-    def __init__(self, checkpoint: Path):
-        self.checkpoint, self.reader = checkpoint, CheckpointReader(str(checkpoint))
+    def __init__(self, checkpoint: Path, frozen: str | None):
+        """`frozen`: a checksum of those that it does not hold."""
+        self.checkpoint, self.frozen, self.reader = checkpoint, frozen, CheckpointReader(str(checkpoint))
         saved = self.reader.read_metadata().state_dict_metadata
         self.found = {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
 
@@ -187,19 +200,9 @@ def meta_model(config: Config, tokenizer: Any, saved: SavedWeights) -> transform
 
 def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
-    options = {"trust_remote_code": config.model.trust_remote_code, "dtype": getattr(torch, config.model.dtype)}
-    pretrained = config.model.pretrained
-    with as_user_error(f"model: cannot build {pretrained or found.model_type}", pretrained):
-        if pretrained:  # From its files, which say how their weights are called. None is read.
-            return transformers.AutoModelForCausalLM.from_pretrained(
-                pretrained, config=found, device_map="meta", **options
-            )
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(found, **options)
-
-
-def exported_weights(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    settings = config.model.model_copy(update={"attention": "eager"})  # Nothing is computed, maybe without a GPU.
+    with as_user_error(f"model: cannot build {settings.pretrained or found.model_type}", settings.pretrained):
+        return outline(settings, found).to("meta")
 
 
 def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.nn.Module:
@@ -220,6 +223,11 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
     settings = config.model.model_copy(update={"dtype": kept})
     model = build_model(config.model_copy(update={"model": settings}), tokenizer)
+    fill_weights(model, torch.device("cpu"))
+    frozen = checksum_of_frozen(model.first_weights.samples)
+    # PiSSA and the like change those that are frozen. What was not read by itself has the type of model.dtype.
+    is_same = frozen in (None, saved.frozen) or model.first_weights.was_whole
+    require(is_same, f"model.pretrained is another model than the one that {saved.checkpoint} was trained above")
     weights = dict(model.named_parameters())
     for name in saved.found:
         require(name in weights, f"{saved.checkpoint} is of another model: it has {name}")

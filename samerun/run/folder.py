@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,15 @@ import accelerate
 import datasets
 import torch
 import transformers
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from samerun.config import Config
-from samerun.errors import UserError, as_user_error, one_line, require, say
+from samerun.errors import Stopped, UserError, as_user_error, is_main_process, one_line, original, require, say
 from samerun.files import delete, replace_file
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
-from samerun.run.launch import Stopped, StopSignal
+from samerun.run.launch import StopSignal
 from samerun.yaml12 import to_yaml
 
 
@@ -37,12 +37,12 @@ class RunFolder:
     # for 30 s under torchrun.
     PATIENCE = 45
 
-    def __init__(self, path: str, accelerator: Accelerator, meeting: Meeting):
+    def __init__(self, path: str, meeting: Meeting):
         self.meeting = meeting
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self.accelerator = accelerator
-        self.is_writer = accelerator.is_main_process
+        self.is_writer = is_main_process()
+        self.track: Callable = lambda metrics, step: None  # Until start_trackers(). It then gives them to the trackers.
         self.lock = FileLock(self.path / ".lock")
         self.logged_step: int | None = None  # None until begin().
         self.failure: OSError | None = None  # Of a log line.
@@ -71,12 +71,14 @@ class RunFolder:
         """
         is_stopped = isinstance(error, Stopped)
         if is_stopped:
+            StopSignal.raises = False  # Nothing is left for another signal to stop.
             if self.is_ours:
                 self.set_status("stopped", self.look_for_saved())
+            self.meeting.stopped_by = str(error)
             say(f"Stopped by {error} before the first step; the same command continues.")
         elif self.is_writer:
             if error and self.logged_step is not None:
-                self.say_failed(one_line(error) or kind.__name__)
+                self.say_failed(one_line(original(error)) or kind.__name__)
             with suppress(OSError):  # A parent may hold another run by now.
                 if self.new_folders and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()
@@ -99,14 +101,18 @@ class RunFolder:
         self.saved_step = max([self.saved_step, *map(step_of, list_checkpoints(self.checkpoints))])
         return self.saved_step
 
-    def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
-        """What find_checkpoint() finds: the same on all ranks."""
+    def take_over(self) -> None:
+        """Raises UserError unless the folder is new or holds a run."""
         if self.is_writer:
             is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
+            for file in (self.path / "status.json", self.path / "config.yaml"):
+                require(not file.is_dir(), f"run.output_dir: {file} is a folder, not a file; move it away")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-        self.check_shared()
+
+    def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
+        """What find_checkpoint() finds: the same on all ranks."""
         return find_checkpoint(resume, self.checkpoints, self.meeting)
 
     def check_shared(self) -> None:
@@ -128,6 +134,10 @@ class RunFolder:
     def check_sees(self, name: str) -> None:
         is_shared = (self.path / name).exists()
         require(is_shared, f"run.output_dir {self.path} is another folder on {self.meeting.host}; share one")
+        own = self.path / name.replace(".tmp", f"-{self.meeting.rank}.tmp")
+        with as_user_error(f"run.output_dir: {self.meeting.host} cannot write in {self.path}"):
+            own.touch()
+            own.unlink()
 
     def check_that_nothing_is_lost(self) -> None:
         """Raises UserError if this launch would replace what another run, or the user, left here."""
@@ -149,14 +159,15 @@ class RunFolder:
     def begin(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
         """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
         what will be done again, and write down config and status. The notes are the last lines of config.yaml."""
+        metrics = []  # The file, and what it is to hold.
+        self.meeting.together(lambda: metrics.extend(self.metrics_until(progress)) if self.is_writer else None)
         if not self.is_writer:
             return
         for leftover in self.leftovers():
             delete(leftover)
-        metrics, kept = self.metrics_until(progress)
         self.log_status(progress.step)  # First, so that who kills the run now leaves a folder that is known as a run's.
-        replace_file(metrics, kept)
-        settings = to_yaml(config.model_dump())  # The first evaluation is to stay the first.
+        replace_file(*metrics)
+        settings = to_yaml(config.model_dump())
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
 
@@ -230,12 +241,12 @@ class RunFolder:
                 with open(self.path / "metrics.jsonl", "a") as file:
                     file.write(json.dumps({"step": step, **metrics}) + "\n")
                 self.log_status(step)
-            self.accelerator.log(known, step=step)
+            self.track(known, step=step)
         except OSError as error:  # A checkpoint may have another disk, or others may make room in time.
             self.failure = self.failure or error
             StopSignal.requested = "a disk that fails"
 
-    def check(self) -> None:
+    def raise_log_failure(self) -> None:
         """Raises what went wrong with a log line. All ranks have saved by now: the status notes it."""
         if self.failure:
             raise self.failure

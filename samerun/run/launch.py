@@ -25,6 +25,7 @@ from samerun.config import Config
 from samerun.early import CORES
 from samerun.errors import (
     AgreedError,
+    Stopped,
     UserError,
     as_user_error,
     is_full,
@@ -34,23 +35,21 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.meeting import number_in
-from samerun.parallel.layout import Layout, layout_of
+from samerun.meeting import is_elastic, number_in
+from samerun.parallel.layout import Layout, layout_of, uses_fsdp
 from samerun.plan import Plan
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal has come while what goes on is not needed for a checkpoint."""
 
 
 class StopSignal:
     """What to do when a signal comes. From stop_after_steps() on, it stops all ranks after the same step."""
 
-    requested = ""  # The name of the signal. It is the process's, as signals are.
+    # Both are the process's, as signals are.
+    requested = ""  # The name of the signal.
+    raises = False  # Whether it raises Stopped.
 
     def __init__(self):
-        StopSignal.requested = ""
-        self.raises = self.finishes_steps = False
+        StopSignal.requested, StopSignal.raises = "", False
+        self.finishes_steps = False
         self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
         self.group: dist.ProcessGroup | None = None
         self.launcher = os.getppid()
@@ -64,13 +63,17 @@ class StopSignal:
 
     def raise_at_signals(self) -> None:
         """From now on a signal raises Stopped at once. So does one that has come before."""
-        self.raises = True
+        StopSignal.raises = True
         if self.requested:
             raise Stopped(self.requested)
 
+    def only_note_signals(self) -> None:
+        """Until raise_at_signals() is called again."""
+        StopSignal.raises = False
+
     def stop_after_steps(self, accelerator: Accelerator) -> None:
         """From now on a signal only makes all ranks stop when agreed() asks for it."""
-        self.raises, self.finishes_steps = False, True
+        StopSignal.raises, self.finishes_steps = False, True
         self.group = new_host_group(accelerator)
 
     def on_signal(self, number: int, frame) -> None:
@@ -130,7 +133,7 @@ def start_accelerator(config: Config) -> Accelerator:
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    layout = layout_of(config, launched, is_sharded=os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    layout = layout_of(config, launched, is_sharded=uses_fsdp())
     set_timeout(config.run.timeout_minutes)
     with as_user_error(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
@@ -152,7 +155,7 @@ def start_accelerator(config: Config) -> Accelerator:
         together = launched == accelerator.num_processes
         require(together, "they do not see each other; use a file of accelerate_configs/")
         named_alike = is_main_process() == accelerator.is_main_process
-        require(named_alike, "RANK is set without a launcher; unset it")
+        require(named_alike, "RANK is not the rank that Accelerate has found; start by accelerate launch")
         precision = accelerator.mixed_precision
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         has_units = asked != "fp8" or precision == "fp8"  # Accelerate takes fp16 where there are none.
@@ -168,7 +171,9 @@ def start_accelerator(config: Config) -> Accelerator:
 def check_environment() -> None:
     """Raises UserError for what a launcher would not say."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        number_in(name)
+        is_count = name.endswith("WORLD_SIZE")
+        advice = "unset it, or start by accelerate launch"
+        require(number_in(name) > 0 or not is_count, f"the environment variable {name} is 0; {advice}")
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
@@ -270,8 +275,7 @@ def end_training(accelerator: Accelerator) -> None:
 
 def exit_status(stopped: bool, stop: StopSignal) -> int:
     """0, except for a rank that stopped because of another node's signal: elastic torchrun restarts it if it fails."""
-    is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return int(stopped and not stop.requested and is_elastic)
+    return int(stopped and not stop.requested and is_elastic())
 
 
 def report(error: BaseException) -> int:
@@ -282,19 +286,22 @@ def report(error: BaseException) -> int:
     lost = is_lost_rank(error)  # It says why.
     if lost and StopSignal.requested:  # The launcher has asked all ranks to end, because one of them has failed.
         return 1
+    is_said = False
     if lost or not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Until then the launcher ends this rank, so that only one of them speaks. Before the ranks have met, all find
-        # the same error, and the main process may be late.
-        is_said = isinstance(error, AgreedError) and not is_main_process()
+        # the same error, and the main process may be late. What it has said already is not said again.
+        is_said = not is_main_process() and (isinstance(error, AgreedError) or getattr(error, "is_said", False))
         time.sleep(15 if lost or not (is_said or dist.is_initialized()) else 5)
-        if is_said:
-            return 2
     disk = isinstance(error, OSError | SafetensorError)
     expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)
     if not (disk or lost or expected):
         raise error
-    note = "; the run folder's checkpoints are complete, and the same command continues" if disk else ""
+    if is_said:
+        return 2 if isinstance(error, UserError) else 1
+    note = (
+        "; the run folder's checkpoints are complete: once this is mended, the same command continues" if disk else ""
+    )
     if "temporary directory" in str(error):
         note = "; set TMPDIR to a folder that can be written"
     if is_full(error):

@@ -11,10 +11,9 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from samerun.data.batches import MicroBatch
 from samerun.data.rows import Mixture
 from samerun.errors import one_line, say
-from samerun.model.loss import add_metrics
+from samerun.model.loss import add_metrics, joins_documents
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
 from samerun.run.setup import Setup
@@ -132,10 +131,13 @@ def show_seconds(summary: dict[str, float | None]) -> None:
     say(f"Seconds: {', '.join(shown)}")
 
 
-def announce(setup: Setup, launch: dict[str, str], first_batch: MicroBatch) -> None:
+def announce(setup: Setup, launch: dict[str, str]) -> None:
     """What one wants to check before a long run."""
     length = setup.config.data.sequence_length
-    targets = first_batch.targets[-1]
+    first_rows = setup.train_data.rows_at(0, setup.stages[0].plan.global_batch_size)
+    _, targets_of_rows = setup.train_data.sizes(first_rows)
+    rows = setup.train_data.read_rows(first_rows[[targets_of_rows.argmax()]])
+    targets = setup.collate(rows, torch.device("cpu"), joins_documents(setup.model)).targets.flatten()
     example = targets[targets >= 0][:120].tolist()
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)

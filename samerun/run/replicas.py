@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from samerun.model.weight_files import region_of, sample_of
+from samerun.model.weights import names_of_placeholders
 from samerun.parallel.state import local_tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # By their bytes.
 
 
 def sample_of_weights(model: torch.nn.Module, frozen: bool = False) -> int:
-    """A checksum of some numbers of each weight, or of each that is frozen. It tells other weights apart in no time,
-    and not a single bit."""
+    """A checksum of some numbers of each weight that is there already, or of each that is frozen."""
     found = 0
-    for parameter in model.parameters():
-        if not parameter.is_meta and not (frozen and parameter.requires_grad):
-            numbers = parameter.detach().flatten()
-            some = numbers[:: max(1, len(numbers) // 256)].cpu().contiguous()
-            found = zlib.crc32(some.view(torch.uint8).numpy(), found)
+    waiting = names_of_placeholders(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and name not in waiting and not (frozen and parameter.requires_grad):
+            found = zlib.crc32(sample_of(parameter).to_bytes(4), found)
     return found
 
 
@@ -57,8 +57,7 @@ def held_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue
         place = ""
         if isinstance(parameter, DTensor):
-            [chunk] = parameter.__create_chunk_list__()
-            place = f" from {list(chunk.offsets)}"
+            place = f" from {[there.start for there in region_of(parameter)]}"
         parts[name + place] = local_tensor(parameter)
     return parts
 

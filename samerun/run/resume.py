@@ -13,10 +13,10 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten, may_change
-from samerun.data.order import ORDER, shuffle
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
+from samerun.run.agreement import OF_NO_MODEL, settings_of
 from samerun.run.checkpoint import (
     Progress,
     checkpoint_name,
@@ -37,7 +37,7 @@ from samerun.run.setup import Setup
 def flat_config(setup: Setup) -> dict[str, Any]:
     """The config by dotted names, the rows, their order, and frozen weights: what must stay the same when a run is
     continued."""
-    more = {ROWS: setup.train_data.fingerprint(), ROW_ORDER: ORDER}
+    more = {ROWS: setup.train_data.fingerprint(), ROW_ORDER: setup.train_data.order.name}
     if setup.frozen_weights is not None:
         more[FROZEN] = setup.frozen_weights
     return flatten({**setup.config.model_dump(), **more})
@@ -47,6 +47,7 @@ def run_record(setup: Setup, versions: dict[str, str]) -> dict[str, Any]:
     """What the manifest of a checkpoint says about the run, besides its progress."""
     return {
         "config": flat_config(setup),
+        "model": flatten(settings_of(setup.model)),
         "max_steps": setup.max_steps,
         "plan": asdict(setup.plan),
         "evaluation": eval_fingerprint(setup) if setup.eval_data else None,
@@ -56,32 +57,29 @@ def run_record(setup: Setup, versions: dict[str, str]) -> dict[str, Any]:
 
 
 def eval_fingerprint(setup: Setup) -> int:
-    """A checksum of the rows that the evaluation loss is of."""
+    """A checksum of the rows that the evaluation loss is of: their numbers, and all tokens of their data."""
     data = setup.eval_data[setup.followed()]
-    rows = setup.eval_rows(data)
-    lengths, _ = data.sizes(rows)
-    checksum = zlib.crc32(lengths.astype(np.int32))
-    for row in rows[shuffle(np.arange(100), len(rows), seed=0)]:
-        checksum = zlib.crc32(data.read(row).tobytes(), checksum)
-    return checksum
+    return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), data.fingerprint())
 
 
-def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]) -> Progress:
+def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str, Any]) -> Progress:
     """Load the checkpoint to continue from or, into a new run, the weights of run.init_from."""
     run = setup.config.run
-    if found is None:
+    if checkpoint is None:
         if run.init_from:
             verify_checkpoint(Path(run.init_from), setup.folder.meeting)
             load_checkpoint(Path(run.init_from), setup.parallel, setup.wrapped, [])
         return Progress()
 
-    checkpoint, manifest = found
-    check_unchanged(setup, checkpoint, manifest["config"], record["config"])
+    path, manifest = checkpoint
+    check_unchanged(setup, path, manifest["config"], record["config"])
+    if not any(name.startswith(("model", "data.tokenizer", "data.special_tokens")) for name in run.allow_changes):
+        check_same_model(path, manifest.get("model", {}), record["model"])
     say_if_launched_otherwise(manifest.get("launch", {}), record["launch"])
     progress = progress_in(manifest)
     require(
         progress.step <= setup.max_steps,
-        f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {checkpoint} "
+        f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {path} "
         f"is of a later one; give a length of at least {progress.step:,} steps, or choose a new run.output_dir",
     )
     if manifest.get("evaluation", record["evaluation"]) != record["evaluation"]:  # Older manifests do not say it.
@@ -91,10 +89,25 @@ def resume(setup: Setup, found: tuple[Path, dict] | None, record: dict[str, Any]
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
+    say_if_rows_do_not_follow(setup, progress)
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
-        load_checkpoint(checkpoint, setup.parallel, setup.wrapped, setup.optimizers)
-        say(f"Continuing after step {progress.step:,} from {checkpoint}, on the schedule of {setup.max_steps:,} steps.")
+        load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
+        say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
     return progress
+
+
+def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError if the transformers config is another one, but for what another version of transformers adds."""
+    common = before.keys() & now.keys() if isinstance(before, dict) else set()
+    common = {name for name in common if name.rpartition(".")[2] not in OF_NO_MODEL}
+    changed = [
+        f"  {name}: {before[name]!r} in the checkpoint, {now[name]!r} now"
+        for name in sorted(common)
+        if before[name] != now[name]
+    ]
+    advice = "Choose a new run.output_dir, or continue with it: --run.allow_changes '[model.pretrained]'"
+    told = [f"{path} is of a model with another config:", *changed, advice]
+    require(not changed, "\n".join(told))
 
 
 def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
@@ -109,15 +122,28 @@ def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> No
         say(f"The launch is not as before: {'; '.join(changed)}.")
 
 
-def is_finished_already(folder: RunFolder, config: Config, found: tuple[Path, dict] | None) -> bool:
+def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
+    """With another batch than before, which run.allow_changes may let pass, a step stands for other rows."""
+    step = progress.step + 1
+    next_row = setup.stage_at(step).row_of(step)
+    if step <= setup.max_steps and next_row != progress.rows:
+        say(
+            f"Earlier steps had another batch: {progress.rows:,} rows are done, and step {step:,} begins after "
+            f"{next_row:,} rows of the stream. To go on with the next row, list the steps so far in batch.warmup, and "
+            "name that in run.allow_changes."
+        )
+
+
+def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Path, dict] | None) -> bool:
     """Whether a run with this very config, but for where it lies, is finished: the same answer on all ranks."""
-    if found is None:
+    if checkpoint is None:
         return False
-    theirs, ours = found[1]["config"], flatten(config.model_dump())
+    theirs, ours = checkpoint[1]["config"], flatten(config.model_dump())
     places = {"run.output_dir", "run.resume"}
-    is_same = [all(name in theirs and theirs[name] == ours[name] for name in ours.keys() - places)]
+    # Older manifests leave out empty settings.
+    is_same = [all(theirs.get(name, {}) == ours[name] for name in ours.keys() - places)]
     broadcast_object_list(is_same)
-    return is_same[0] and folder.is_finished(found[1]["step"])
+    return is_same[0] and folder.is_finished(checkpoint[1]["step"])
 
 
 def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
@@ -141,16 +167,21 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
     changed, passed = {}, {}
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        if name not in theirs and now == {}:  # Older manifests leave them out.
+            continue
         if before == now or may_change(kind, name) or (same_rows and PLACES.fullmatch(name)):
             continue
         is_allowed = any(f"{name}.".startswith(f"{setting}.") for setting in allowed)
         (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
     if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
-        changed[ROWS] += ". The chat template writes today's date: fix the date in a template of your own"
+        changed[ROWS] += (
+            ". The chat template writes today's date: fix it by data.chat_template_kwargs, such as "
+            "{date_string: 26 Jul 2024}, if the template reads that, or in a template of your own"
+        )
     if FROZEN in changed:
         changed[FROZEN] += ". model.pretrained is another model than before, under the same name"
     if ROW_ORDER in changed:
-        changed[ROW_ORDER] += ". Another version of train.py shuffled them: finish the run with that version"
+        changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
     if changed:
         words = ", ".join([*passed, *changed])
         advice = f"Choose a new run.output_dir, or continue with these changes: --run.allow_changes '[{words}]'"
@@ -162,7 +193,7 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
 class Saver:
     """Saves checkpoints in the background, one at a time."""
 
-    def __init__(self, setup: Setup, record: dict[str, Any], found: tuple[Path, dict] | None):
+    def __init__(self, setup: Setup, record: dict[str, Any], checkpoint: tuple[Path, dict] | None):
         self.setup = setup
         self.folder = setup.folder.checkpoints
         self.record = record
@@ -174,8 +205,8 @@ class Saver:
         self.after_save = AfterSave(setup.config.run.after_save)
         self.pushes = PushCheckpoints(setup.config)
         self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
-        if found and found[0].parent == self.folder:
-            self.saved_step = found[1]["step"]
+        if checkpoint and checkpoint[0].parent == self.folder:
+            self.saved_step = checkpoint[1]["step"]
 
     def save(self, progress: Progress) -> None:
         """Returns as soon as the state is copied to the memory of the host.
@@ -214,14 +245,14 @@ class Saver:
                 self.pool.shutdown()  # Its thread lets go of the run, whose folder is locked as long as anybody has it.
             done.result()
 
-    def finish_in_background(self) -> None:
+    def wait_for_background(self) -> None:
         """Return when all that is done for complete checkpoints is done."""
         self.after_save.finish()
         self.pushes.finish()
 
 
-def count_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) -> None:
-    """Note the skipped updates. Raises ArithmeticError for too many in a row. Waits for the device."""
+def check_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) -> None:
+    """Raises ArithmeticError for too many skipped updates in a row, and notes their number. Waits for the device."""
     progress.skipped_steps, progress.skipped_in_a_row = guard.read()
     if progress.skipped_in_a_row <= guard.max_skipped_steps:
         return

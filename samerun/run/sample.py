@@ -9,6 +9,7 @@ from samerun.data.encode import Encoder
 from samerun.errors import as_user_error, require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
+from samerun.model.small import model_to_try
 from samerun.run.launch import StopSignal
 from samerun.run.setup import Setup
 
@@ -29,7 +30,10 @@ def encode_prompt(text: str, config: Config, tokenizer: transformers.PreTrainedT
 
 def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises UserError for a prompt that the model cannot continue, which would end the run at the first evaluation."""
+    if not config.eval.prompts:
+        return
     vocab_size, more = vocabulary_size(model), config.eval.max_new_tokens
+    small = model_to_try(model, config.model)
     for text in config.eval.prompts:
         with as_user_error(f"eval.prompts: the chat template refuses {text!r}"):
             ids = encode_prompt(text, config, tokenizer)
@@ -39,7 +43,7 @@ def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformer
         require(highest < vocab_size, f"eval.prompts: {text!r} has the token id {highest}, {advice}")
         too_long = f"the {length} tokens of {text!r} and {more} more are beyond the positions of the model"
         last = length + more - 2  # The last token is not read again.
-        fits = has_position(model, last) or not has_position(model, 0)  # Some attention cannot be tried without a GPU.
+        fits = has_position(small, last) or not has_position(small, 0)  # Some attention cannot be tried without a GPU.
         require(fits, f"eval.prompts: {too_long}; lower eval.max_new_tokens, or shorten the prompt")
 
 

@@ -14,6 +14,7 @@ from samerun.config import Config, eval_setting
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.errors import as_user_error, require
+from samerun.model.checks import is_same_loss, probe_row
 from samerun.model.loss import joins_documents
 from samerun.model.token_bytes import TokenBytes
 from samerun.parallel.mesh import Parallelism
@@ -46,7 +47,7 @@ class Setup:
     vocabulary: int  # The number of tokens that the model knows.
     num_parameters: int
     num_trained: int  # How many of them are trained.
-    frozen_weights: int | None  # A checksum of some numbers of those that are not, which no checkpoint holds.
+    frozen_weights: str | None  # A checksum of some numbers of those that are not, which no checkpoint holds.
     export_dtype: torch.dtype
     is_random: bool  # Whether the model draws random numbers. Only the main process knows.
 
@@ -96,10 +97,11 @@ def check_setup(setup: Setup) -> None:
     check_sizes(setup)
     check_evaluations(setup)
     check_optimizers(setup)
+    check_documents(setup)
 
 
 def check_sizes(setup: Setup) -> None:
-    """Raises UserError if there are too few rows, steps or targets for this run."""
+    """Raises UserError if there are too few rows or steps for this run."""
     rows = len(setup.train_data)
     batch = max(stage.plan.global_batch_size for stage in setup.stages)
     require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
@@ -121,6 +123,32 @@ def check_evaluations(setup: Setup) -> None:
         _, targets = data.sizes(setup.eval_rows(data))
         setting = f"{eval_setting(name)} or data.eval_fraction"
         require(targets.any(), f"{setting}: the rows have no target token; check roles or labels")
+
+
+@torch.no_grad()
+def check_documents(setup: Setup) -> None:
+    """Raises UserError if the model of the run, as the ranks have it, gives documents that share a row another loss.
+
+    A small model has been tried before. This one has all layers, the weights of a pretrained model, and its device.
+    """
+    parallel, precision = setup.parallel, setup.accelerator.mixed_precision
+    if setup.config.data.packing == "none" or precision == "fp8" or setup.collate is not collate:
+        return  # float8 needs longer rows, and a fork may have rows of its own.
+
+    def loss_of(*rows: np.ndarray) -> float:
+        batches = [collate([row], setup.accelerator.device, joins_documents(setup.model)) for row in rows]
+        metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
+        return parallel.sum_over_ranks(metrics)["loss"].item()
+
+    row = probe_row(setup.vocabulary, packed=True)
+    setup.wrapped.eval()
+    with torch.compiler.set_stance("force_eager"):  # No code need be made for such short rows.
+        packed, alone = loss_of(row), loss_of(row[:, :4], row[:, 4:])
+    setup.wrapped.train()
+    is_exact = precision == "no" and setup.accelerator.device.type == "cpu"
+    same = is_same_loss(setup.model, packed, alone) if is_exact else abs(packed - alone) <= 1e-2 * abs(alone)
+    found = f"{packed:.6g} in one row, {alone:.6g} in rows of their own"
+    require(same, f"data.packing: the loss of two documents is {found}; use none")
 
 
 def check_vocabulary(setup: Setup) -> None:

@@ -48,6 +48,7 @@ def start_trackers(
     accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
     with as_user_error("run.trackers: cannot start one of them; see run.tracker_options"):
         accelerator.init_trackers(project, init_kwargs=options)
+    folder.track = accelerator.log
     if not accelerator.is_main_process:
         return
     for tracker in accelerator.trackers:

@@ -137,6 +137,7 @@ def compare_launches(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers import by_strategy
 
+    precision = "bf16" if args.bf16 else "no"  # Most CPUs multiply bf16 without their fast kernels.
     for strategy in args.launch:
         found = []  # [round, variant, (peak, seconds per token)]
         for _ in range(args.rounds):
@@ -144,7 +145,9 @@ def compare_launches(args: argparse.Namespace) -> None:
             for chunked in "false", "true":
                 with tempfile.TemporaryDirectory() as folder:
                     config = config_of_run(args, Path(folder))
-                    done = by_strategy(Path(folder), config, strategy, "--model.chunked_loss", chunked)
+                    options = "--mixed_precision", precision
+                    chosen = "--model.chunked_loss", chunked
+                    done = by_strategy(Path(folder), config, strategy, *chosen, options=options)
                     speeds = done.logged("perf/tokens_per_second")[WARM_UP:]
                     turn.append((max(done.logged("perf/peak_memory_gib")), 1 / np.median(speeds)))
             found.append(turn)

@@ -76,9 +76,10 @@ class Size:
     vocab: int
     small: int  # Width of the small model.
     architecture: dict  # Laid over that of configs/pretrain_1b.yaml.
+    documents: tuple[int, ...]  # Their lengths, of which attention is computed.
 
 
-FULL = Size(4096, 16, 4, 64, 15, 49_152, 256, {})
+FULL = Size(4096, 16, 4, 64, 15, 49_152, 256, {}, (1, 700, 64, 64, 3, 1000, 216))
 TINY = Size(
     64,
     8,
@@ -94,6 +95,7 @@ TINY = Size(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    (1, 70, 6, 6, 3, 150, 20),
 )
 WIDE = {
     "hidden_size": 4096,
@@ -204,11 +206,12 @@ class Bench:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kernel = flash_attention if device == "cuda" else plain_attention
-        lengths = (1, 700, 64, 64, 3, 1000, 216)
+        lengths = self.size.documents
         ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         documents = Documents(lengths, max(lengths), ends)
         print("\n| flash attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
-        piece = piece_of(documents, 400, 1500)  # What a rank has of a row with context parallelism.
+        tokens = sum(lengths)
+        piece = piece_of(documents, tokens // 5, tokens * 3 // 4)  # What a rank has of a row with context parallelism.
         whole, part = (documents, documents), (piece.own, piece.seen)
         cases = [(64, 8, None, whole), (128, 2, None, whole), (128, 2, 100, whole), (256, 4, None, whole)]
         for head, key_heads, window, (own, seen) in [*cases, (128, 2, None, part), (128, 2, 100, part)]:

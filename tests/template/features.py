@@ -51,7 +51,8 @@ def trackers(house: House) -> None:
     house.drop_statements("Config.check", "tracker_options")
     house.drop_setting("run.tracker_options", {})
     house.drop_definition("start_trackers")
-    house.drop_statements("RunFolder.log", "self.accelerator.log")
+    house.drop_statements("RunFolder.__init__", "track")
+    house.drop_statements("RunFolder.log", "self.track")
 
 
 def packing(house: House) -> None:
@@ -64,6 +65,7 @@ def packing(house: House) -> None:
     house.replace("Dataset.first_piece", "self.first is None", "True")
     house.drop_statements("settle_attention", "data.packing")
     house.drop_statements("pad_rows", "position_ids")
+    house.reword("model.compile regional without data.packing concat", "model.compile regional")
 
 
 def sources(house: House) -> None:
@@ -108,7 +110,7 @@ def compile(house: House) -> None:
     house.reword('torch.compiler.set_stance("force_eager"),', "")
     house.reword("Not compiled, because the lengths change, and with", "With")
     house.drop_element("DeepSpeed.check", "model.compile")
-    for way in "regional", "full":
+    for way in "regional", "regional without data.packing concat", "full":
         house.drop_element("REFUSED", f"model.compile {way}")
 
 
@@ -155,7 +157,7 @@ def patience(house: House) -> None:
 def after_save(house: House) -> None:
     house.drop_setting("run.after_save", None)
     hub(house)  # Its pushes are made in the same way.
-    house.drop_statements("train", "finish_in_background")
+    house.drop_statements("train", "wait_for_background")
     house.drop_statements("Saver", "after_save")
     house.drop_definition("AfterSave")
     house.drop_definition("Background")
@@ -175,8 +177,14 @@ def chunked_loss(house: House) -> None:
     house.reword('{"model.chunked_loss": True},', "")
     for function in "compute_loss", "compile_model", "probe_loss":
         house.drop_parameter(function, "chunked", False)
+    house.reword("is_random, chunked = check_model", "is_random = check_model")
+    house.reword("return is_random, settle_chunks(small, config.model, chunked, meeting, loss_of)", "return is_random")
+    house.drop_statements("check_model", "wants_chunks")
+    house.reword("-> tuple[bool, bool]", "-> bool")
+    house.reword(", and whether the loss is\n    computed in chunks.", ".")
     house.drop_statements("build_setup", "chunked")
     house.drop_definition("settle_chunks")
+    house.reword(", chunked=chunked)", ")")
     house.replace("trace_pass", "wants_chunks(config.model, vocabulary_size(model))", "False")
     house.reword(", chunked=False)", ")")
     told = "With `chunked`, the logits of a few tokens at a time, and none of tokens without a target."
@@ -260,8 +268,8 @@ def fsdp(house: House) -> None:
     )
     house.drop_statements("check_combination", "needs")
     house.drop_statements("check_combination", "advice")
-    for setting in "fsdp_activation_checkpointing", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params":
-        house.drop_element("REFUSED", setting)
+    for name in "activation_checkpointing_offload", "cpu_ram_efficient_loading", "offload_params":
+        house.drop_element("REFUSED", f"fsdp_{name}")
     house.replace("choose_parallelism", "accelerator.is_fsdp2", "False")
     house.drop_definition("Parallelism.before_micro_step")
     house.drop_definition("PipelineSchedule.average_from_now_on")
@@ -271,7 +279,7 @@ def fsdp(house: House) -> None:
     house.drop_statements("Layout.setting", "dp_shard")
     house.drop_parameter("layout_of", "is_sharded", False)
     house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
-    house.replace("PlannedLaunch.__init__", "os.environ.get('ACCELERATE_USE_FSDP') == 'true'", "False")
+    house.replace("PlannedLaunch.__init__", "uses_fsdp()", "False")
     house.drop_field("Layout.is_sharded", False)
     house.reword('place("dp_replicate", "dp_shard")', 'place("dp_replicate")')
     drop_dimension(house, "dp_shard")
@@ -301,6 +309,7 @@ def tensor_parallel(house: House) -> None:
     house.drop_statements("layout_of", "whole")
     drop_dimension(house, "tp")
     house.drop_parameter("Parallelism.note_reductions", "partial", [])
+    house.drop_parameter("compile_model", "tp", 1)
     house.reword("    tp            the same rows, and a part of each matrix  parallelism_config_tp_size\n", "")
 
 
@@ -333,7 +342,8 @@ def deepspeed(house: House) -> None:
 
 
 def memory_plan(house: House) -> None:
-    house.drop_setting("perf.device_memory_gib", None)
+    for setting, default in (("device_memory_gib", None), ("host_memory_gib", None), ("ranks_per_host", 8)):
+        house.drop_setting(f"perf.{setting}", default)
     house.drop_definition("PlannedLaunch.changed")
     house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
 
@@ -344,6 +354,7 @@ def chat(house: House) -> None:
     house.read_as("has_chats", False)
     house.drop_definition("set_variables")
     house.replace("tokenize_part", "is_chat", "False")
+    house.drop_statements("check_unchanged", "strftime_now")
     house.drop_setting("data.chat_template", None)
     house.drop_setting("data.chat_template_kwargs", None)
     house.drop_setting("data.train_on", "all")

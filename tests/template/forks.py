@@ -33,15 +33,15 @@ CLASSIFIER: Edits = {
             "flops_per_patch(model.config, config.data.sequence_length)",
         ),
         (
-            "    check_model(model, config, folder.meeting, loss_of)\n"
-            "    chunked = settle_chunks(model, config.model, folder.meeting, loss_of)\n"
+            "    is_random, chunked = check_model("
+            "model, config, added_tokens(config, tokenizer), folder.meeting, loss_of)\n"
             "    parallel.loss_of = functools.partial(loss_of, chunked=chunked)\n"
             "    use_tokenizer(model, tokenizer, config)\n",
             "",
         ),
-        ("accelerator.is_main_process and draws_random_numbers(model)", "False"),  # They are tried on text.
+        ("is_random=is_random", "is_random=False"),  # That is tried on text.
         ("    check_prompts(model, config, tokenizer)\n", ""),
-        ("config.data.packing, chunked)", "config.data.packing, chunked=False)"),
+        ("config.data.packing, chunked, parallel", "config.data.packing, False, parallel"),
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (
@@ -57,7 +57,7 @@ CLASSIFIER: Edits = {
         ("    check_vocabulary(setup)\n    check_rope(model, stages, config.data.sequence_length)\n", ""),
         ('    meter.enter("sampling")\n    metrics |= sample(setup, stop)\n', ""),
         ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
-        ("    announce(setup, launch, first.micro_batches[-1])\n", "    say(plan_table(setup.stages))\n"),
+        ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
         ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
     ],
 }

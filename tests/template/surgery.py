@@ -111,6 +111,21 @@ def operation(method):
     return tried
 
 
+@functools.cache  # Most files are as they were in the house before, and so is what is known of their nodes.
+def parsed(file: str, text: bytes) -> list[ast.AST]:
+    """All nodes of a file, which nobody changes. The first one is the module."""
+    tree = ast.parse(text)
+    tree.parent, tree.file, nodes = None, file, [tree]
+    for node in nodes:  # Which grows meanwhile. ast.walk() takes three times as long.
+        for name in node._fields:
+            value = getattr(node, name, None)
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not isinstance(child, MARKS):
+                    child.parent, child.file = node, file
+                    nodes.append(child)
+    return nodes
+
+
 class House:
     """Python files, each by its path."""
 
@@ -133,18 +148,10 @@ class House:
     # The trees and their places in the text
 
     def parse(self, file: str) -> None:
-        tree = self.trees[file] = ast.parse(self.texts[file])
         self.lines[file] = self.texts[file].splitlines(keepends=True)
         self.starts[file] = [0, *accumulate(map(len, self.lines[file]))]
-        tree.parent, tree.file, nodes = None, file, [tree]
-        for node in nodes:  # Which grows meanwhile. ast.walk() takes three times as long.
-            for name in node._fields:
-                value = getattr(node, name, None)
-                for child in value if isinstance(value, list) else [value]:
-                    if isinstance(child, ast.AST) and not isinstance(child, MARKS):
-                        child.parent, child.file = node, file
-                        nodes.append(child)
-        self.nodes_of[file] = nodes
+        self.nodes_of[file] = nodes = parsed(file, self.texts[file])
+        self.trees[file] = nodes[0]
 
     @property
     def nodes(self) -> list[ast.AST]:
@@ -653,7 +660,9 @@ class House:
 
     def unused(self) -> dict[str, list[ast.stmt]]:
         """What is defined and never read, by name: functions, classes, constants, methods, attributes, variables."""
-        everywhere, found = sum((self.names_read(tree) for tree in self.trees.values()), Counter()), {}
+        everywhere, found = Counter(), {}
+        for tree in self.trees.values():
+            everywhere.update(self.names_read(tree))
         for owner in self.nodes:
             if isinstance(owner, ast.Module | ast.ClassDef):
                 for node in owner.body:
@@ -663,14 +672,14 @@ class House:
                         found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
             if isinstance(owner, FUNCTIONS):
                 read = self.variables_read(owner)
-                for node in ast.walk(owner):
-                    for target in targets_of(node):
-                        name = last_name(target)
-                        if name and not (name in read if isinstance(target, ast.Name) else everywhere[name]):
-                            found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
+                for node, target in self.targets_in(owner):
+                    name = last_name(target)
+                    if name and not (name in read if isinstance(target, ast.Name) else everywhere[name]):
+                        found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
         return found
 
     @staticmethod
+    @functools.cache
     def names_read(node: ast.AST) -> Counter:
         """How often each name or attribute is read, or named by a string."""
         names = Counter()
@@ -682,8 +691,15 @@ class House:
         return names
 
     @staticmethod
+    @functools.cache
     def variables_read(node: ast.AST) -> set[str]:
         return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+
+    @staticmethod
+    @functools.cache
+    def targets_in(node: ast.AST) -> list[tuple[ast.AST, ast.expr]]:
+        """What is assigned to, and the statement that does it."""
+        return [(part, target) for part in ast.walk(node) for target in targets_of(part)]
 
     def drop_unused(self) -> None:
         new = [nodes for name, nodes in self.unused().items() if name not in self.never_used]

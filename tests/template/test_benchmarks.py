@@ -15,32 +15,35 @@ from helpers import ROOT
 FOLDER = ROOT / "tests" / "benchmarks"
 SCALING = "--config configs/small.yaml --devices 2 --tflops 1 --gb-per-second 1"
 STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
-    "big_data": ("--rows 20000 --packing concat", r"^more than on few rows, at most: processor, s -?[\d.]+, "),
     "big_data --megatron": (
         "--rows 20000 --eval_fraction 0.01",
         r"^a row is read in [\d.]+ times the time, and again in ",
     ),
-    "big_data --sparse": ("--rows 20000", r"^a row is read in [\d.]+ times the time, and again in "),
+    "big_data --sparse": ("--rows 20000 --packing concat", r"^more than on few rows, at most: processor, s -?[\d.]+, "),
     "big_data --hashes": ("", r"^10,000,000 hashes against 100,000: [\d.]+ s$"),
     "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
     "chunked_loss": (
-        "--rounds 1 --vocab-size 500 --tokens 1024",
+        "--rounds 1 --vocab-size 500 --tokens 128 --width 32",
         r"^model\.chunked_loss .* memory [\d.]+, time [\d.]+$",
     ),
-    "chunked_loss --launch": ("DDP --rounds 1 --vocab-size 500 --tokens 256", r"^DDP +memory [\d.]+, time [\d.]+$"),
+    "chunked_loss --launch": ("DDP --rounds 1 --vocab-size 500 --tokens 64", r"^DDP +memory [\d.]+, time [\d.]+$"),
     "data_wait": ("--config configs/small.yaml --devices 1 --steps 2", r"^ +1 +[\d.]+ +[\d.]+ +[\d.]+%$"),
     "documents": (
         "--rounds 1 --rows 1 --lengths 64",
         r"^ +64 +[\d.]+ MiB [\d.]+ s +[\d.]+ MiB [\d.]+ s +[\d.]+, [\d.]+$",
     ),
+    "host_memory": ("--processes 2 --layers 2 --only FSDP2..new", r"^FSDP2, new( +[\d.]+){5}$"),
     "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
     "memory": ("--width 64 --only ^DDP.2$", r"^DDP 2( +[\d.]+){4}$"),
-    "overhead": ("--rounds 1", r"^train\.py .*\n(.*\n)+loss of the trained model [\d.]+, greatest"),
-    "overhead --against": ("HEAD --rounds 1", r"^train\.py to that of HEAD: [\d.]+ \["),
+    "overhead --against": (
+        "HEAD --rounds 1",
+        r"^train\.py to that of HEAD: [\d.]+ \[.*\nloss of the trained model [\d.]+, greatest",
+    ),
     "precision": ("--tiny --steps 3", r"^bf16, FSDP2 +[\d.]+( +-?\d\.\de[+-]\d\d){4}$"),
     "scaling": (SCALING, r"^ +2 +1 +[\d.]+ +1 +DDP "),
     "startup": ("--rounds 1", r"^processor, seconds +[\d.]+ +[\d.]+ +[\d.]+ \["),
+    "try_out": ("--layers 2 --width 64 --only ^TP$", r"^TP +[\d.]+ +[\d.]+ +[\d.]+$"),
     "useful_tokens": ("--rounds 1 --tiny", r"^train\.py, best_fit +[\d,]+ "),
 }
 
@@ -68,7 +71,7 @@ def test_it_starts(tmp_path, name):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         env=environment,
     )
     assert re.search(printed, done.stdout, re.M), done.stdout + done.stderr

@@ -26,7 +26,8 @@ def token_loss(logits, targets):
     cross_entropy = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     z_loss = {Z} * logits.logsumexp(-1)[targets != -100].square().sum()
     hits = (logits.argmax(-1) == targets).sum()
-    return cross_entropy + z_loss, {{"loss": cross_entropy, "z_loss": z_loss, "accuracy": hits}}
+    loss = cross_entropy + z_loss
+    return loss, {{"loss": loss, "z_loss": z_loss, "accuracy": hits}}
 """
 
 
@@ -57,7 +58,7 @@ def task(tmp_path_factory):
 
 
 def parts(model, rows) -> tuple[float, float, float, int]:
-    """Cross-entropy, z-loss and hits, summed over the targets of these rows, each row alone; and the targets."""
+    """Loss, z-loss and hits, summed over the targets of these rows, each row alone; and the targets."""
     total = np.zeros(4)
     for row in rows:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
@@ -66,13 +67,14 @@ def parts(model, rows) -> tuple[float, float, float, int]:
         z = torch.log(torch.exp(logits).sum(1))
         hits = logits.max(1).indices == labels[known]
         cross_entropy = F.cross_entropy(logits, labels[known], reduction="sum") if known.any() else torch.tensor(0.0)
-        total += [cross_entropy.item(), Z * (z**2).sum().item(), hits.sum().item(), known.sum().item()]
+        z_loss = Z * (z**2).sum().item()
+        total += [cross_entropy.item() + z_loss, z_loss, hits.sum().item(), known.sum().item()]
     return tuple(total)
 
 
 @pytest.fixture(scope="module")
 def with_z_loss(task):
-    """The plain loop with the z-loss, and of each step and evaluation: cross-entropy, z-loss, accuracy, per target."""
+    """The plain loop with the z-loss, and of each step and evaluation: loss, z-loss, accuracy, per target."""
     config, rows_of, held_out = task
     seen = {"train": [], "eval": []}
 
@@ -188,7 +190,8 @@ def build_optimizer(model, config):
 """
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_average_of_the_weights(task, tmp_path, processes):
     """The example of configs/README.md: an optimizer whose state has one more tensor per weight."""
     config, rows_of, _ = task
@@ -269,16 +272,24 @@ OWN = """class Own(Section):
     \"\"\"Weight of the z-loss.\"\"\"
     note: MayChange[str] = ""
     \"\"\"Changes nothing.\"\"\"
+
+
+class OwnOptim(Optim):
+    power: float = 1.0
+    \"\"\"Of the linear decay.\"\"\"
 """
 
 
 @pytest.fixture
 def with_own_settings(tmp_path):
-    """train.py with two settings in Own, one of which is handed to the loss where the loss is handed down."""
+    """train.py with two settings in Own, one of which is handed to the loss where the loss is handed down, and one of
+    the schedule."""
     source = (ROOT / "train.py").read_text()
     for old, new in (
         (re.search(r"^class Own.*?\n\n", source, re.M | re.S)[0], f"{OWN}\n"),
         ("import Config, Optim, Section", "import Config, MayChange, Optim, Section"),
+        ("    own: Own = Own()\n", "    own: Own = Own()\n    optim: OwnOptim = OwnOptim()\n"),
+        ("remaining = 1 - done", "remaining = (1 - done) ** config.power"),
         ("token_loss=token_loss)", "token_loss=functools.partial(token_loss, z=config.own.z_weight))"),
         ("def token_loss(logits: torch.Tensor, targets: torch.Tensor)", "def token_loss(logits, targets, z)"),
         ("return cross_entropy.sum(), {", "return (cross_entropy + z * logits.logsumexp(-1) ** 2).sum(), {"),
@@ -287,7 +298,7 @@ def with_own_settings(tmp_path):
         source = source.replace(old, new)
     script = tmp_path / "fork.py"
     script.write_text(source)
-    return {"script": script, "processes": None, "env": {"PYTHONPATH": str(ROOT)}}
+    return {"script": script, "processes": None, "warm": True}
 
 
 @pytest.mark.slow
@@ -305,11 +316,48 @@ def test_settings_of_a_fork(task, tmp_path, with_own_settings):
     refused = launch(plain, config, "--run.max_steps", STEPS + 2, "--own.z_weight", 0.1, **how, expect=2).output
     assert "  own.z_weight: 0.0 in the checkpoint, 0.1 now" in refused
     assert difference(launch(other, config, "--own.z_weight", 0.1, **how).weights, done.weights) > 1e-5
+    linear = tmp_path / "linear"
+    linear.mkdir()
+    decay = "--optim.schedule", "linear", "--optim.warmup_steps", 1, "--optim.min_learning_rate_ratio", 0
+    done = launch(linear, config, *decay, "--optim.power", 2, **how)
+    rates = [0.005 * (1 - step / (STEPS - 1)) ** 2 for step in range(STEPS)]
+    assert done.logged("train/learning_rate") == pytest.approx(rates)
     assert "did you mean own.z_weight?" in launch(other, config, "--own.z_wieght", 1, **how, expect=2).output
-    assert (
-        "--own.z_weight  float, default 0.0\n      Weight of the z-loss."
-        in launch(other, config, "--help", **how).output
-    )
+    helped = launch(other, config, "--help", **how).output
+    assert "--own.z_weight  float, default 0.0\n      Weight of the z-loss." in helped
+    assert "--optim.power  float, default 1.0\n      Of the linear decay." in helped
+    planned = launch(other, config, "--plan", 8, "--perf.device_memory_gib", 80, **how).output
+    assert "GiB" in planned and "is not known" not in planned
+
+
+IN_ORDER = """
+class InOrder:
+    name = "as in the files"
+
+    def __init__(self, count):
+        self.count = count
+
+    def rows_at(self, start, count):
+        return np.arange(start, start + count) % self.count
+
+
+def load_data(*given, load=train.load_data):
+    train_data, held_out = load(*given)
+    train_data.order = InOrder(len(train_data))
+    return train_data, held_out
+"""
+
+
+def test_an_order_of_the_rows(task, tmp_path):
+    """A run goes on in the order in which it began only."""
+    config, *_ = task
+    rows = list(datasets.load_from_disk(config["data"]["path"]))
+    script = fork(tmp_path, "import numpy as np" + IN_ORDER)
+    done = launch(tmp_path, config, "--data.eval_source", "null", script=script, warm=True)
+    train_reference(config, lambda step: [rows[i % len(rows)] for i in range(step * 10 - 10, step * 10)]).check(done)
+    more = "--data.eval_source", "null", "--run.max_steps", STEPS + 2
+    refused = run(tmp_path, config, *more, expect=2).output
+    assert "order of the rows: 'as in the files' in the checkpoint, 'Feistel network of 6 rounds' now" in refused
 
 
 def test_a_new_setting_counts_as_mathematics():

@@ -31,7 +31,7 @@ def hub(tmp_path_factory):
     for name in "tokenizer", "model":  # That of a pretrained model is taken without being named.
         byte_tokenizer(folder / name, None)
     words = "one two three four five six".split()
-    # With its end token a text is three rows of 64, so that there is one shape to compile.
+    # With its end token a text is three rows of 64.
     # Each is another one: what is the same as a held-out text is not trained on.
     texts = [f"{start:03} " + " ".join(words[at % 6] for at in range(start, start + 60))[:187] for start in range(150)]
     chats = [[{"content": text[:20], "role": "user"}, {"content": text[20:], "role": "assistant"}] for text in texts]
@@ -43,12 +43,13 @@ def hub(tmp_path_factory):
     return folder
 
 
-COMPILED = "long_context"
+QUICK = "small_chat", "lora_8b"  # test_readme.py runs two more.
 
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem == COMPILED), id=file.stem) for file in CONFIGS],
+    [file if file.stem in QUICK else pytest.param(file, marks=pytest.mark.slow) for file in CONFIGS],
+    ids=lambda file: file.stem,
 )
 def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)  # From where its command is given, and its paths are meant.
@@ -77,6 +78,7 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
         }
+    config["model"]["compile"] = "none"  # It would take most of a minute, and test_finetune.py does it.
     config["run"] |= {
         "max_steps": 6,
         "max_epochs": None,
@@ -99,6 +101,24 @@ def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     adapted = (done.folder / "model" / "adapter_model.safetensors").exists()
     assert adapted == bool(config["model"].get("lora"))
     assert adapted or done.weights
+
+
+@pytest.mark.slow
+def test_the_small_run_and_then_its_chats(tmp_path, monkeypatch, capsys):
+    """The two commands of small_chat.yaml as they are, but for a few steps: only what Python brings is read."""
+    monkeypatch.chdir(ROOT)
+    base, chat = tmp_path / "small", tmp_path / "chat"
+    few = "--run.max_steps", "5", "--optim.warmup_steps", "2", "--eval.max_rows", "16"
+    assert train.main(["--config", "configs/small.yaml", "--run.output_dir", str(base), *few]) == 0
+    settings = "--run.output_dir", str(chat), "--model.pretrained", str(base / "model"), "--run.log_every", "1"
+    assert train.main(["--config", "configs/small_chat.yaml", *settings, *few]) == 0
+    lines = [json.loads(line) for line in (chat / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.1
+    assert (chat / "model" / "adapter_model.safetensors").exists()
+    [sample] = [line["eval/sample_0"] for line in lines if "eval/sample_0" in line]
+    assert "How do I call textwrap.fill?" in sample
+    assert re.search("^In the loss is, for example: .*<[|]im_end[|]>", capsys.readouterr().out, re.M)
 
 
 def test_the_memory_of_the_large_run_is_planned_without_network(capsys):

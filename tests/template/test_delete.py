@@ -40,6 +40,12 @@ def whole(tmp_path_factory):
     return config, run(folder, config)
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_is_where_it_is_looked_for(feature):
+    """The tests marked slow run what is left. This one tells at once that features.py does not know a changed line."""
+    FEATURES[feature](House(HOUSE))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):

@@ -70,6 +70,7 @@ LLAMA_8B = transformers.LlamaConfig(
 )
 
 
+@pytest.mark.slow
 def test_published_rates_are_the_published_utilization():
     """TorchTitan (benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B on 8 H100 by FSDP2, rows of 8,192 tokens:
     5,762 tokens/s per device, 6,667 with compile, 34 % and 39 % of the 989 TFLOP/s of bf16. The third rate, 8,532, is

@@ -1,0 +1,90 @@
+"""A model without its numbers: the names and shapes of its weights, on the meta device; and one with all of them."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from samerun.config import Model
+from samerun.errors import require
+
+
+def outline(config: Model, found: transformers.PreTrainedConfig) -> PreTrainedModel:
+    """The model with its buffers, and with weights on the meta device. Raises UserError if its files lack some."""
+    model = plain = bare(config, found)
+    if config.pretrained:  # Its files say how its weights are called there, and how it generates text.
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            config.pretrained, config=found, device_map="meta", output_loading_info=True, **loading_options(config)
+        )
+        require(not report["missing_keys"], f"its files lack {', '.join(sorted(report['missing_keys']))}")
+        train_every_row(model)
+        for module, same in zip(model.modules(), plain.modules()):
+            module._buffers |= same._buffers
+    return model
+
+
+def bare(config: Model, found: transformers.PreTrainedConfig, fills_buffers: bool = True) -> PreTrainedModel:
+    """The model before anything else is done to it, with its buffers, and with weights on the meta device."""
+    with init_empty_weights(include_buffers=False), nullcontext() if fills_buffers else no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **loading_options(config))
+    model.tie_weights()
+    train_every_row(model)
+    return model
+
+
+def loading_options(config: Model) -> dict[str, Any]:
+    """What transformers is told about a model in any case."""
+    return {
+        "dtype": getattr(torch, config.dtype),
+        "attn_implementation": config.attention,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def train_every_row(model: torch.nn.Module, draw: bool = False) -> None:
+    """Let no embedding leave out the pad token, whose row would stay 0. With `draw`, it gets other numbers.
+
+    Nothing is padded with it here, and by its number it may be any token: families have a default for pad_token_id,
+    whatever the tokenizer is.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            number, module.padding_idx = module.padding_idx, None
+            if draw:
+                row = module.weight.data[number]
+                row.copy_(torch.randn_like(row) * module.weight.data.std())
+
+
+def extend_embeddings(model: PreTrainedModel, vocab_size: int) -> None:
+    """Give the model a row for each token, which a pretrained one may lack."""
+    embedding = model.get_input_embeddings()
+    if vocab_size > embedding.num_embeddings:
+        model.resize_token_embeddings(vocab_size, mean_resizing=not embedding.weight.is_meta)
+
+
+def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTrainedModel:
+    """The model in the memory of the host, as transformers makes it."""
+    kind, options = transformers.AutoModelForCausalLM, loading_options(config)
+    if config.pretrained:
+        model = kind.from_pretrained(config.pretrained, config=found, **options)
+    else:
+        model = kind.from_config(found, **options)
+    train_every_row(model, draw=not config.pretrained)
+    return model
+
+
+def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Weights and saved buffers by their names, tied ones once."""
+    return {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
+
+
+def let_go(module: torch.nn.Module, recurse: bool = True) -> None:
+    for owner in module.modules() if recurse else [module]:
+        for name, weight in owner._parameters.items():
+            if weight is not None:
+                owner._parameters[name] = torch.nn.Parameter(weight.to("meta"), weight.requires_grad)

@@ -1,0 +1,53 @@
+"""What a host holds in its own memory, beyond what the libraries of its ranks take: about a GiB for each."""
+
+import torch
+import transformers
+from torch.nn import Embedding, ModuleList
+
+from samerun.errors import require
+from samerun.model.build import starts_from_weights
+from samerun.model.small import layers_to_try, narrow, with_layers
+from samerun.preflight.memory import PlannedLaunch, model_without_storage, own_part
+from samerun.run.export import export_dtype
+
+
+def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
+    """The most bytes of host memory, by what its ranks are doing. Their weights are on devices.
+
+    A rank that reads or draws weights has one module of the model at a time, and what it is made from. For a
+    checkpoint, each copies what it trains, and what it writes takes twice its size in addition, as safetensors makes
+    one piece of it. In the export, that copy is still there; where ranks share the weights, two at most have a layer.
+
+    Raises UserError where a rank builds the whole model.
+    """
+    config, layout, lora = launch.config, launch.layout, launch.config.model.lora
+    is_whole = (lora and starts_from_weights(lora)) or getattr(found, "quantization_config", None) is not None
+    require(not is_whole, "each rank builds the whole model of quantized weights, and of LoRA that starts from weights")
+    ranks = min(config.perf.ranks_per_host, launch.num_processes)
+    model = model_without_storage(config.model, found, found.get_text_config().num_hidden_layers)
+    largest = max(numbers_in(module) for module in modules_at_a_time(model))
+    tried = 0  # By every rank, whole and divided.
+    if layout.is_divided:
+        chunks = layout.pp * config.model.chunks_per_rank() if layout.pp > 1 else 1
+        few = narrow(with_layers(model.config, layers_to_try(model, chunks)), layout.ep)
+        tried = numbers_in(model_without_storage(config.model, few, few.get_text_config().num_hidden_layers))
+    part = own_part(config, found, layout)
+    state = 4 * (part.trained + part.moments) / layout.shards
+    writers = launch.num_processes / (layout.shards * layout.tp * layout.pp)  # They share what all of them have.
+    writing = min(ranks, 2) if launch.is_sharded or layout.is_divided else ranks
+    dtype, exported = getattr(torch, config.model.dtype), export_dtype(config, launch.precision)
+    return {
+        "start": ranks * 2 * max(largest * dtype.itemsize, 4 * tried),
+        "save": ranks * (state + 2 * state / writers),
+        "export": ranks * state + writing * 2 * largest * exported.itemsize,
+    }
+
+
+def modules_at_a_time(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers, and the tables of embeddings."""
+    layers = [layer for module in model.modules() if isinstance(module, ModuleList) for layer in module]
+    return layers + [module for module in model.modules() if isinstance(module, Embedding)]
+
+
+def numbers_in(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
