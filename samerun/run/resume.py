@@ -59,7 +59,8 @@ def run_record(setup: Setup, versions: dict[str, str]) -> dict[str, Any]:
 def eval_fingerprint(setup: Setup) -> int:
     """A checksum of the rows that the evaluation loss is of: their numbers, and all tokens of their data."""
     data = setup.eval_data[setup.followed()]
-    return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), data.fingerprint())
+    of_data = zlib.crc32(str(data.fingerprint()).encode())  # A fork's may be a number or a text.
+    return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), of_data)
 
 
 def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str, Any]) -> Progress:
