@@ -472,6 +472,26 @@ case(
     make=jsonl({"messages": [USER]}, {"messages": [USER | {"role": "system"}]}),
 )
 case("chat without a role", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [{"a": "b"}]}))
+case(
+    "chat of an Assistant",
+    TEMPLATE,
+    "row 1",
+    "a message has the role 'Assistant'; write 'assistant'",
+    make=jsonl({"messages": [USER]}, {"messages": [USER, {"role": "Assistant", "content": "b"}]}),
+)
+case(
+    "chat of numbers",
+    TEMPLATE,
+    "row 1",
+    "a message has the content 4, which is no text",
+    make=jsonl({"messages": [USER]}, {"messages": [USER, {"role": "assistant", "content": 4}]}),
+)
+case(
+    "a chat template for images",
+    TEMPLATE | {"data.chat_template": "DATA/images.jinja"},
+    "data.chat_template: it leaves out what is said by user and assistant",
+    make=jsonl({"messages": [USER]}),
+)
 case("a null message", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [USER, None]}))
 case("no messages", TEMPLATE, "row 1", "no messages", make=jsonl({"messages": [USER]}, {"messages": []}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))
@@ -1066,6 +1086,9 @@ def data(tmp_path_factory):
     (data / "strict.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    (data / "images.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     )
     (data / "broken.jinja").write_text("{% for m in messages %}{% generation %}{{ m.role }")
     letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}

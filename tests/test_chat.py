@@ -80,9 +80,11 @@ def qwen(role: str, said: str) -> str:
 # Which of it the assistant says ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family", sorted(file.stem.removesuffix("_training") for file in TEMPLATES.glob("*_training.jinja"))
-)
+FAMILIES = {file.stem.removesuffix("_training") for file in TEMPLATES.glob("*_training.jinja")}
+FOR_IMAGES = {"idefics3", "smolvlm"}  # Their templates read a message as parts, and leave out what is a plain text.
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES - FOR_IMAGES))
 def test_the_training_template_of_a_family(tmp_path, capsys, family):
     """In place of the one that is published, unless data.chat_template names another one."""
     name = byte_tokenizer(tmp_path, (TEMPLATES / f"{family}.jinja").read_text())
@@ -91,6 +93,12 @@ def test_the_training_template_of_a_family(tmp_path, capsys, family):
     assert "TRL's training template" in capsys.readouterr().out
     named = load_tokenizer(data.model_copy(update={"chat_template": CHATML}), Model())
     assert named.chat_template == Path(CHATML).read_text() and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("family", sorted(FOR_IMAGES))
+def test_a_template_that_leaves_out_what_is_said(made, family):
+    with pytest.raises(UserError, match="data.chat_template: it leaves out what is said by user and assistant"):
+        made([chat(*TALK)], f"{family}.jinja")
 
 
 def test_a_template_that_trl_knows(made):
@@ -242,6 +250,13 @@ def test_tools_in_arrow(made, tmp_path):
     _, pieces = made(tmp_path / "rows.parquet", "qwen3.jinja")
     assert f"<tools>\n{json.dumps(TIME)}\n</tools>" in pieces[0]
     assert '<tool_call>\n{"name": "now", "arguments": {"zone": 2}}\n</tool_call>' in pieces[1]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": ""}, {"arguments": None}])
+def test_a_call_without_arguments(made, arguments):
+    calls = [{"function": {"name": "now"} | arguments}]
+    [pieces] = made([chat(("user", "When?"), ("assistant", "", {"tool_calls": calls}))], "qwen3.jinja")
+    assert '{"name": "now", "arguments": {}}' in pieces[1]
 
 
 def test_tools_that_are_none(made):

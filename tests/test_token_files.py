@@ -206,6 +206,13 @@ def test_files_that_cannot_be_used(tmp_path, harm, told):
         rows_of(tmp_path, "", packing="concat")
 
 
+def test_uint32_is_not_read_as_uint16(tmp_path):
+    np.arange(1000, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    assert rows_of(tmp_path, "a.bin", packing="concat", token_dtype="uint32")
+    with pytest.raises(UserError, match="a.bin: each second token is almost 0: give data.token_dtype: uint32"):
+        rows_of(tmp_path, "a.bin", packing="concat", token_dtype="uint16")
+
+
 def test_a_run(tmp_path):
     """Through train.py, with the losses of the same tokens as lists."""
     config = tiny_config(tmp_path)

@@ -176,14 +176,25 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
             if role not in ROLES:
                 raise ValueError(f"a message is from {role!r}, which is none of {', '.join(ROLES)}")
             turn = present(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
-        if "role" not in turn:
-            raise ValueError(f"a message has {', '.join(turn) or 'nothing'}, and no role")
+        check_turn(turn)
         if isinstance(turn.get("content"), list):
             turn["content"] = "".join(map(text_of, turn["content"]))
         if "tool_calls" in turn:
             turn["tool_calls"] = [call_of(call) for call in parsed(turn["tool_calls"])]
         turns.append(turn)
     return turns
+
+
+def check_turn(turn: dict[str, Any]) -> None:
+    """Raises ValueError for what templates would write in another way than is meant, or not at all."""
+    if "role" not in turn:
+        raise ValueError(f"a message has {', '.join(turn) or 'nothing'}, and no role")
+    role, content = turn["role"], turn.get("content")
+    usual = str(role).strip().lower()
+    if role != usual and usual in ROLES.values():  # What such an assistant says would not be learned.
+        raise ValueError(f"a message has the role {role!r}; write {usual!r}")
+    if isinstance(content, (int, float)):
+        raise ValueError(f"a message has the content {content!r}, which is no text; quote it")
 
 
 def call_of(call: Any) -> dict[str, Any]:
@@ -194,8 +205,7 @@ def call_of(call: Any) -> dict[str, Any]:
         raise ValueError(
             f"tool_calls has {call!r}; it is a list of calls, each with the name and arguments of a function"
         )
-    if "arguments" in function:
-        function = function | {"arguments": parsed(function["arguments"])}
+    function = function | {"arguments": parsed(function.get("arguments") or {})}  # Templates want them, if only empty.
     return call | {"function": function} if "function" in call else function
 
 

@@ -107,12 +107,20 @@ def open_token_file(file: str, dtype: str | None, end: int | None) -> TokenFile:
         is_native and len(shape) <= 2, f"it is an array of {kind.str} with {len(shape)} axes, and no list of tokens"
     )
     tokens = data[header:].view(kind)
+    if not header and dtype == "uint16":
+        require(not looks_like_uint32(tokens), "each second token is almost 0: give data.token_dtype: uint32")
     if header:
         told = math.prod(shape)
         require(len(tokens) == told, f"its header says {told:,} tokens, and it has {len(tokens):,}")
     if len(shape) == 2:  # A line is a document.
         return TokenFile(file, tokens, np.arange(shape[0] + 1) * shape[1], header)
     return TokenFile(file, tokens, ends_of_documents(tokens, end), header)
+
+
+def looks_like_uint32(tokens: np.ndarray) -> bool:
+    """Whether uint16 may be the halves of uint32: the upper ones are below 16 for any vocabulary below 2**20."""
+    lower, upper = tokens[0:20_000:2], tokens[1:20_000:2]
+    return len(upper) > 100 and upper.max() < 16 <= lower.max()
 
 
 def read_npy_header(file: str) -> tuple[np.dtype | None, tuple[int, ...], int]:

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from samerun.config import Config, Data, Model
-from samerun.data.chat import accepted_turns, marks_turns, tokenize_turns
+from samerun.data.chat import accepted_turns, marks_turns, render, tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.errors import UserError, as_user_error, require, say
 
@@ -39,6 +39,8 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     elif config.has_chats:
         take_training_template(tokenizer)
     set_variables(tokenizer, config.chat_template_kwargs or {})
+    if config.has_chats:
+        check_template(tokenizer)
     return tokenizer
 
 
@@ -82,6 +84,20 @@ def set_variables(tokenizer: transformers.PreTrainedTokenizerBase, variables: di
         tokenizer.chat_template = {name: lines + template for name, template in tokenizer.chat_template.items()}
     elif tokenizer.chat_template is not None:
         tokenizer.chat_template = lines + tokenizer.chat_template
+
+
+def check_template(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a chat template that leaves out what is said, as those do that read only lists of parts."""
+    encoder = Encoder(tokenizer, parse=True)
+    said = {"user": "question", "assistant": "answer"}
+    turns = [{"role": role, "content": content} for role, content in said.items()]
+    try:
+        text, _ = render(accepted_turns(turns, encoder), encoder)
+    except Exception:  # It will refuse the first conversation, too, which says where.
+        return
+    missing = [role for role, content in said.items() if content not in text.lower()]
+    advice = "it may be one for images, which reads no plain text; name another in data.chat_template"
+    require(not missing, f"data.chat_template: it leaves out what is said by {' and '.join(missing)}: {advice}")
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
