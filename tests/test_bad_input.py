@@ -576,6 +576,11 @@ case(
     architecture(vocab_size=10),
     "model: cannot build llama: its vocab_size 10 is less than the 384 of the tokenizer",
 )
+case(
+    "a model without sdpa",
+    architecture(model_type="gemma2", head_dim=16),
+    "model: cannot build gemma2: transformers has no sdpa for it; give model.attention: eager",
+)
 case("negative token", TOKENS, "-7", "vocabulary", make=jsonl(*[{"input_ids": [1, -7]}] * 9))
 case(
     "mask among the tokens",

@@ -30,6 +30,9 @@ def outline(config: Model, found: transformers.PreTrainedConfig) -> PreTrainedMo
 
 def bare(config: Model, found: transformers.PreTrainedConfig, fills_buffers: bool = True) -> PreTrainedModel:
     """The model before anything else is done to it, with its buffers, and with weights on the meta device."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+    lacks_sdpa = config.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)
+    require(not lacks_sdpa, "transformers has no sdpa for it; give model.attention: eager")
     with init_empty_weights(include_buffers=False), nullcontext() if fills_buffers else no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **loading_options(config))
     model.tie_weights()
