@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -52,45 +53,45 @@ class Layout:
         where = dict(zip(self.DIMENSIONS, where))
         return int(np.ravel_multi_index([where[name] for name in names], [self.size(name) for name in names]))
 
-    @property
+    @cached_property
     def processes(self) -> int:
         return self.size(*self.DIMENSIONS)
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """How many ranks, or groups of ranks that share them, compute on different rows."""
         return self.size("dp_replicate", "dp_shard")
 
-    @property
+    @cached_property
     def data_parallel_rank(self) -> int:
         return self.place("dp_replicate", "dp_shard")
 
-    @property
+    @cached_property
     def ranks_per_row(self) -> int:
         """How many ranks share the work on each row, by its tokens or by the weights."""
         return self.processes // self.data_parallel_size
 
-    @property
+    @cached_property
     def row_ranks(self) -> int:
         """How many ranks share the tokens of each row."""
         return self.size("cp", "sp")
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Among how many ranks FSDP2 shards what a rank has of the model."""
         return self.size("dp_shard", "cp", "sp") if self.is_sharded else 1
 
-    @property
+    @cached_property
     def is_divided(self) -> bool:
         """Whether ranks have other weights for another reason than FSDP2. Then Accelerate does not wrap the model."""
         return self.size("pp", "tp", "ep") > 1
 
-    @property
+    @cached_property
     def averages_over(self) -> int:
         """Over how many ranks DDP or FSDP2 average the gradients. Others are added up, see reduce_gradients()."""
         return self.size(*self.DATA) if self.is_sharded or not self.is_divided else 1
 
-    @property
+    @cached_property
     def has_buckets(self) -> bool:
         """Whether DDP keeps the gradients, and memory for them all the time."""
         return self.processes > 1 and not self.is_sharded and not self.is_divided
