@@ -354,10 +354,11 @@ def test_a_variable_that_would_do_nothing(tmp_path, name, problem):
         load_tokenizer(data, Model())
 
 
-def test_a_template_that_changes_what_is_said(made, tmp_path):
+@pytest.mark.parametrize("change", [" | upper", "[:20]"])
+def test_a_template_that_changes_what_is_said(made, tmp_path, change):
     """The name of a special token, which is another one while the template is rendered, would be changed, too."""
-    loud = Path(CHATML).read_text().replace("message['content'] + ''", "message['content'] | upper")
-    (tmp_path / "template").write_text(loud)
+    changing = Path(CHATML).read_text().replace("message['content'] + ''", f"message['content']{change}")
+    (tmp_path / "template").write_text(changing)
     said = chat(("user", "a"), ("assistant", "the end is <|im_end|> here"))
     with pytest.raises(UserError, match="row 0, counted from 0: .*the chat template changes that text"):
         made([said], chat_template=str(tmp_path / "template"))

@@ -440,9 +440,8 @@ def test_conversations_are_tokenized_once(tmp_path):
 
 def test_a_prompt_that_its_template_changes(tmp_path):
     """Many templates show the thinking of the last turn only. Alone, such a prompt is longer than in the whole."""
-    template = (
-        "{% for m in messages %}{% generation %}{{ m.content if loop.last else 'b' }}{% endgeneration %}{% endfor %}"
-    )
+    said = "{{ m.content if loop.last or m.role == 'user' else 'b' }}"
+    template = f"{{% for m in messages %}}{{% generation %}}{said}{{% endgeneration %}}{{% endfor %}}"
     (tmp_path / "template").write_text(template)
     row = {"prompt": "<think>a lot</think>b", "completion": "c"}
     row = {name: [{"role": "assistant", "content": content}] for name, content in row.items()}
