@@ -15,6 +15,7 @@ from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs, wants_chunks
+from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
 from samerun.plan import Stage
 
@@ -39,7 +40,10 @@ def check_model(
         say(f"Rows are padded, because a {model.config.model_type} does not keep documents apart in a single row.")
     is_random = meeting.rank == 0 and draws_random_numbers(small)
     chunked = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
-    return is_random, settle_chunks(small, config.model, chunked, meeting, loss_of)
+    chunked = settle_chunks(small, config.model, chunked, meeting, loss_of)
+    if small is not model:
+        let_go(small)  # Python would keep it until it looks for circles, while the ranks get their parts.
+    return is_random, chunked
 
 
 def can_be_tried(model: torch.nn.Module) -> bool:

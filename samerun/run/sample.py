@@ -9,6 +9,7 @@ from samerun.data.encode import Encoder
 from samerun.errors import as_user_error, require, say
 from samerun.model.attention import attention
 from samerun.model.build import vocabulary_size
+from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
 from samerun.run.launch import StopSignal
 from samerun.run.setup import Setup
@@ -45,6 +46,8 @@ def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformer
         last = length + more - 2  # The last token is not read again.
         fits = has_position(small, last) or not has_position(small, 0)  # Some attention cannot be tried without a GPU.
         require(fits, f"eval.prompts: {too_long}; lower eval.max_new_tokens, or shorten the prompt")
+    if small is not model:
+        let_go(small)
 
 
 @torch.no_grad()
