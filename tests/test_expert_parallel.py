@@ -141,9 +141,8 @@ def test_begins_as_the_plain_loop(truth, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["2, Qwen3", "2 x 2"])
-def test_by_the_real_command(truth, runs, case):
-    check(truth, runs(case, warm=False), case)
+def test_by_the_real_command(truth, runs):
+    check(truth, runs("2 x 2", warm=False), "2 x 2")
 
 
 @pytest.mark.slow

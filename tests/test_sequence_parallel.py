@@ -77,9 +77,9 @@ CASES = {
     "4 share 2 key heads": (4, share(4), (), {"data_parallel_size": 1, "micro_batch_size": 3, "grad_accum_steps": 4}),
     "DDP": (4, share(2), IMMEDIATE, {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
     "FSDP2": (4, by_file(2), (), {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}),
-    "FSDP2, chunked loss, by the real command": (
+    "FSDP2, chunked loss": (
         2,
-        by_file(2) | {"warm": False},
+        by_file(2),
         (*IMMEDIATE, "--model.chunked_loss", "true"),
         {"data_parallel_size": 1, "grad_accum_steps": 4},
     ),

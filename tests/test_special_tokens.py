@@ -69,9 +69,9 @@ def test_other_texts_have_the_tokens_of_the_tokenizer(tokenizer):
         text = f"</s>{text}</s>\n{text}"  # As a template may write it.
         usual = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins, ends = np.array(usual["offset_mapping"]).T
-        for secret in "", encoder.secret:  # The second says something that makes the twin read it.
-            ids, first, last = encoder.conversation(text + secret)
-            count = len(usual["input_ids"]) - bool(secret)  # The last token may go on in the secret.
+        for more in "", encoder.said["</s>"]:  # The second says something that makes the twin read it.
+            ids, first, last = encoder.conversation(text + more)
+            count = len(usual["input_ids"]) - bool(more)  # The last token may go on in it.
             assert ids[:count] == usual["input_ids"][:count]
             assert last[:count].tolist() == ends[:count].tolist()
             wide = begins[:count] < ends[:count]

@@ -109,7 +109,6 @@ IN_TWO = {"data_parallel_size": 2, "micro_batch_size": 3, "grad_accum_steps": 2}
 CASES = {
     "2": ("tied qwen3", by_file(2, 2), (), {"data_parallel_size": 1, "micro_batch_size": 5, "grad_accum_steps": 2}),
     "2 x 2": ("tied qwen3", by_file(4, 2), (), IN_TWO),
-    "2 by the real command": ("tied qwen3", by_file(2, 2, warm=False), IMMEDIATE, ALONE),
     "2 x 2 by the real command": ("qwen3", by_file(4, 2, warm=False), IMMEDIATE, IN_TWO),
     "4": ("phi3", by_file(4, 4), CHUNKED, ALONE),
     "2, Llama": ("llama", by_file(2, 2), (), ALONE),

@@ -178,8 +178,8 @@ def chunked_loss(house: House) -> None:
     for function in "compute_loss", "compile_model", "probe_loss":
         house.drop_parameter(function, "chunked", False)
     house.reword("is_random, chunked = check_model", "is_random = check_model")
-    house.reword("return is_random, settle_chunks(small, config.model, chunked, meeting, loss_of)", "return is_random")
-    house.drop_statements("check_model", "wants_chunks")
+    house.reword("return is_random, chunked", "return is_random")
+    house.drop_statements("check_model", "chunked")
     house.reword("-> tuple[bool, bool]", "-> bool")
     house.reword(", and whether the loss is\n    computed in chunks.", ".")
     house.drop_statements("build_setup", "chunked")

@@ -19,7 +19,6 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
         "--rows 20000 --eval_fraction 0.01",
         r"^a row is read in [\d.]+ times the time, and again in ",
     ),
-    "big_data --sparse": ("--rows 20000 --packing concat", r"^more than on few rows, at most: processor, s -?[\d.]+, "),
     "big_data --hashes": ("", r"^10,000,000 hashes against 100,000: [\d.]+ s$"),
     "big_data --shuffle": ("", r"^ *1,000,000,000 "),
     "checkpoint": ("--rounds 1 --tiny", r"^training waits +[\d.]+ +[\d.]+ \["),
