@@ -410,6 +410,7 @@ def test_another_model_is_refused(kept, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_exported_leaves_the_old_model(kept, tmp_path):
     config, done = kept
     more = "--run.output_dir", done.folder

@@ -397,6 +397,7 @@ WITHOUT_OVERRIDE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
 def test_a_prepared_cache_on_a_read_only_disk(tmp_path, monkeypatch):
     """Is enough for a launch; one with other rows says what is missing. Here the data are in a folder and in a file,
