@@ -42,7 +42,7 @@ def check_model(
     chunked = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
     chunked = settle_chunks(small, config.model, chunked, meeting, loss_of)
     if small is not model:
-        let_go(small)  # Python would keep it until it looks for circles, while the ranks get their parts.
+        let_go(small)  # Its cycles would keep it until Python collects them, while the ranks get their parts.
     return is_random, chunked
 
 
