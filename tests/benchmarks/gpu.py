@@ -1,6 +1,6 @@
 """Is train.py right on this GPU, and how fast? Prints a table in Markdown.
 
-    python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--folder FOLDER] [--tiny]
+    python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--steps 12] [--folder FOLDER] [--tiny]
 
 attention  torch's flash attention for documents, forward and backward, against one document after the other in float64
 check      losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
@@ -12,22 +12,28 @@ speed      configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,
 memory     the peak of a step's tensors, with and without gradient checkpointing, to what --plan calculates
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
-auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
 float8     four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
+lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights
+profile    one compiled step: the kernels that take most of it
 overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
-others     transformers' Trainer, and TRL with its packing if it is installed, on the same model and documents
+others     transformers' Trainer, and TRL with its packing if it is installed, on the same model and documents; and a
+           loop on Accelerate's FSDP2, as in its examples, on rows that are full
 save       how long a save of four layers holds up training
+auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
 
 It runs the real command with the versions that are installed, without any network, and reads metrics.jsonl; timed runs
-are killed after the steps they are for, before they would save. What does not fit into the minutes is left out, and
-named; give --part for the next slice. FOLDER/results.jsonl gets one line for each case. Exit status 1 if a check fails
-or, on a GPU whose peak is known, if a goal is missed: MFU of 50 % with compile, memory within 10 % of the plan, an
-overhead of 1 %, float8 1.25 times as fast as bf16, packed rows as fast as full ones, and faster than Trainer and TRL; 2
-if a library is missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows no speed.
+are killed after the steps they are for, before they would save. The GPU is time that is paid for, so that the next runs
+start while one is timed: their steps wait until they have the GPU alone (gpu_contenders.py). Those that check losses
+share it. What does not fit into the minutes is left out, and named; give --part for the next slice.
+FOLDER/results.jsonl gets one line for each case. Exit status 1 if a check fails or, on a GPU whose peak is known, if a
+goal is missed: MFU of 50 % with compile, memory within 10 % of the plan, an overhead of 1 %, float8 1.25 times as fast
+as bf16, 12,500 tokens/s with LoRA, packed rows as fast as full ones, and faster than Trainer, TRL and Accelerate's
+loop; 2 if a library is missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows no speed.
 """
 
 import argparse
 import ast
+import fcntl
 import gzip
 import importlib.util
 import json
@@ -37,20 +43,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 CONTENDERS = ROOT / "tests" / "benchmarks" / "gpu_contenders.py"
+UNTIMED = "attention", "check", "resume", "host", "launchers"
 PARTS = (
-    *("attention", "check", "resume", "host", "launchers", "speed", "memory", "events"),
-    *("packed", "auto", "float8", "overhead", "others", "save"),
+    *(*UNTIMED, "speed", "memory", "events", "packed"),
+    *("float8", "lora", "profile", "overhead", "others", "save", "auto"),
 )
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
 WORST = {"no": 1e-4, "bf16": 5e-3}  # Largest relative difference of a loss from the CPU's, by precision.
-LAUNCHERS = "single", "fp8", "multi_gpu", "fsdp2"  # The others need several processes.
+LAUNCHERS = "single.yaml", "fp8.yaml", "multi_gpu.yaml", "fsdp2.yaml"  # The others need several processes.
 SMALL_STEPS = 20
 
 
@@ -62,6 +72,18 @@ def missing_libraries() -> list[str]:
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
     roots = {name.split(".")[0] for name in names} | {"psutil"} - {"samerun"}
     return sorted(name for name in roots if importlib.util.find_spec(name) is None)
+
+
+def lacking_libraries() -> dict[str, str]:
+    """What runs that cannot take place here would need."""
+    import torch
+
+    lacking = {}
+    if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
+        lacking |= dict.fromkeys(("fp8.yaml", *FLOAT8), "torchao and a GPU")
+    if importlib.util.find_spec("trl") is None:
+        lacking["TRL"] = "trl"
+    return lacking
 
 
 @dataclass(frozen=True)
@@ -105,13 +127,81 @@ WIDE = {
     "num_key_value_heads": 8,
 }
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
+AT_ONCE = "--model.chunked_loss", "false"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A timed run of configs/pretrain_1b.yaml."""
+
+    settings: tuple[str, ...] = COMPILE
+    documents: bool = False  # Of many lengths. Otherwise each is as long as a row.
+    architecture: dict | None = None  # Laid over that of the config.
+    precision: str = "bf16"
+
+
+EIGHT_B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+WIDE = {name: EIGHT_B[name] for name in ("hidden_size", "intermediate_size")} | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 SPEED = {
-    "eager": (),
-    "compile": COMPILE,
-    "compile full": ("--model.compile", "full"),
-    "checkpointing": CHECKPOINTING,
-    "compile, checkpointing": (*COMPILE, *CHECKPOINTING),
-    "compile, chunked loss": (*COMPILE, "--model.chunked_loss", "true"),
+    "eager": Variant(()),
+    "compile": Variant(),
+    "compile full": Variant(("--model.compile", "full")),
+    "checkpointing": Variant(CHECKPOINTING),
+    "compile, checkpointing": Variant((*COMPILE, *CHECKPOINTING)),
+    "compile, all logits at once": Variant((*COMPILE, *AT_ONCE)),
+}
+SELDOM = "compile, a log line every fifth step"
+PACKED, PADDED = "compile, documents, packing concat", "compile, documents, packing none"
+FLOAT8 = "4 layers of 8B, compile, bf16", "4 layers of 8B, compile, float8"
+LORA, PROFILED, AUTO = "LoRA on 8B, compile", "compile, profiled", "compile, checkpointing, auto"
+VARIANTS = SPEED | {
+    SELDOM: Variant((*COMPILE, "--run.log_every", "5")),
+    PACKED: Variant(documents=True),
+    PADDED: Variant((*COMPILE, "--data.packing", "none"), documents=True),
+    FLOAT8[0]: Variant(architecture=WIDE),
+    FLOAT8[1]: Variant(architecture=WIDE, precision="fp8"),
+    PROFILED: Variant((*COMPILE, "--perf.profile_steps", "[5, 5]")),
+    AUTO: Variant((*COMPILE, *CHECKPOINTING)),
+}
+CONTESTANTS = {"bare": False, "Accelerate": False, "Trainer": True, "TRL": True}  # Whether on documents.
+CHECKS = {
+    "check CPU": ("no", ()),
+    "check bf16": ("bf16", ()),
+    "check bf16, compile": ("bf16", COMPILE),
+    "check float32": ("no", ()),
+    "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
+    "check bf16, checkpointing": ("bf16", CHECKPOINTING),
+    "check bf16, chunked loss": ("bf16", ("--model.chunked_loss", "true")),
+}
+FAST = *CHECKS, *LAUNCHERS, "resume", "host"  # Not timed.
+NEEDS = {
+    "check": tuple(CHECKS),
+    "resume": ("check bf16", "resume"),
+    "host": ("host",),
+    "launchers": ("check bf16", *LAUNCHERS),
+    "speed": tuple(SPEED),
+    "memory": ("eager", "checkpointing"),
+    "events": ("compile", SELDOM),
+    "packed": ("compile", PACKED, PADDED),
+    "float8": FLOAT8,
+    "lora": (LORA,),
+    "profile": (PROFILED,),
+    "overhead": ("compile", "bare"),
+    "others": ("compile", "Accelerate", PACKED, PADDED, "Trainer", "TRL"),
+    "save": ("save",),
 }
 
 
@@ -120,8 +210,44 @@ class Bench:
 
     def __init__(self, folder: Path, size: Size, minutes: float):
         self.folder, self.size, self.deadline = folder, size, time.monotonic() + 60 * minutes
-        self.left_out, self.failed, self.runs = [], [], {}
+        self.left_out, self.failed = [], []
+        self.lacking = lacking_libraries()  # By run.
+        self.runs: dict[str, Future] = {}
+        self.checks, self.timed = ThreadPoolExecutor(min(16, os.cpu_count())), ThreadPoolExecutor(3)
+        self.gate = os.open(folder / "gate", os.O_CREAT | os.O_RDWR)  # Whoever has locked it has the GPU alone.
         self.environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        self.environment["GPU_GATE"] = str(folder / "gate")
+
+    def start(self, parts: list[str]) -> None:
+        """Start what these parts need, in the background: checks as many as there are cores, timed runs in turn."""
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        self.small_config(), self.tokens(), self.tokens(documents=True)
+        own = {"resume": self.killed_and_continued, "host": self.count_waits, LORA: self.adapters, "save": self.saves}
+        for name in dict.fromkeys(name for part in parts for name in NEEDS.get(part, ())):
+            pool = self.checks if name in FAST else self.timed
+            if name in self.lacking:
+                self.left_out.append(f"{name}, which needs {self.lacking[name]}")
+                self.runs[name] = pool.submit(lambda: None)
+            elif name in own:
+                self.runs[name] = pool.submit(own[name])
+            elif name in CHECKS:
+                self.runs[name] = pool.submit(self.losses, name, *CHECKS[name])
+            elif name in LAUNCHERS:
+                self.runs[name] = pool.submit(self.losses, name, launcher=ROOT / "accelerate_configs" / name)
+            else:
+                self.runs[name] = pool.submit(self.measure if name in VARIANTS else self.contender, name)
+
+    def result(self, name: str) -> Any:
+        """What a run that start() has started has brought; None, and a note, if it has failed."""
+        try:
+            return self.runs[name].result()
+        except Exception as error:
+            self.failed.append(f"{name}: {error!r}")
+            return None
+
+    def release(self) -> None:
+        """Let the timed runs have the GPU."""
+        fcntl.flock(self.gate, fcntl.LOCK_UN)
 
     def note(self, case: str, **figures) -> None:
         """One line of results.jsonl."""
@@ -136,7 +262,7 @@ class Bench:
         precision: str = "bf16",
         steps: int | None = None,
         env: dict | None = None,
-        script: Path = ROOT / "train.py",
+        script: tuple = (ROOT / "train.py",),
         launcher: Path | None = None,
     ) -> list[dict] | None:
         """The metrics of one `accelerate launch`: to its end, or killed once it has logged so many steps.
@@ -151,11 +277,13 @@ class Bench:
             "-m",
             "accelerate.commands.launch",
             *(("--config_file", launcher) if launcher else ("--num_machines", "1", "--dynamo_backend", "no")),
+            "--main_process_port",
+            "0",  # A free one: some runs start at the same time.
             "--num_processes",
             "1",
             *(() if launcher else ("--mixed_precision", precision)),
             *(("--fp8_backend", "ao") if precision == "fp8" and not launcher else ()),
-            script,
+            *script,
             "--config",
             config,
             "--run.output_dir",
@@ -259,12 +387,11 @@ class Bench:
             },
         )
 
-    def losses(self, name: str, *overrides, **how) -> list[float] | None:
+    def losses(self, name: str, precision: str = "bf16", overrides: tuple = (), **how) -> list[float] | None:
         """Of the small model."""
-        if name not in self.runs:
-            lines = self.train(name, self.small_config(), *overrides, **how)
-            self.runs[name] = lines and [line["train/loss"] for line in lines if "train/loss" in line]
-        return self.runs[name]
+        env = {"CUDA_VISIBLE_DEVICES": ""} if name == "check CPU" else {}
+        lines = self.train(name, self.small_config(), *overrides, precision=precision, env=env, **how)
+        return lines and [line["train/loss"] for line in lines if "train/loss" in line]
 
     def compare(self, name: str, values: list[float] | None, truth: list[float] | None, bound: float) -> None:
         """A line of a table; a failure if a loss is missing or too far away."""
@@ -277,53 +404,46 @@ class Bench:
             self.failed.append(f"{name}: {worst:.1e}")
 
     def check(self) -> None:
-        truth = self.losses("check CPU", precision="no", env={"CUDA_VISIBLE_DEVICES": ""})
-        cases = {
-            "check float32": ("no", ()),
-            "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
-            "check bf16": ("bf16", ()),
-            "check bf16, compile": ("bf16", COMPILE),
-            "check bf16, checkpointing": ("bf16", CHECKPOINTING),
-            "check bf16, chunked loss": ("bf16", ("--model.chunked_loss", "true")),
-        }
+        truth = self.result("check CPU")
         print(f"\n| {SMALL_STEPS} steps of a small model | last loss | difference from the CPU's | bound |")
         print("|---|---|---|---|")
-        for name, (precision, overrides) in cases.items():
-            self.compare(name, self.losses(name, *overrides, precision=precision), truth, WORST[precision])
+        for name, (precision, _) in CHECKS.items():
+            if name != "check CPU":
+                self.compare(name, self.result(name), truth, WORST[precision])
 
     def resume(self) -> None:
-        whole = self.losses("check bf16")
-        often, name = ("--run.save_every", 5), "resume"
-        if self.train(name, self.small_config(), *often, steps=SMALL_STEPS * 3 // 5):
-            print("\n| | last loss | difference from the run that was not killed | bound |\n|---|---|---|---|")
-            self.compare("killed and continued", self.losses(name, *often), whole, 1e-3)
+        print("\n| | last loss | difference from the run that was not killed | bound |\n|---|---|---|---|")
+        self.compare("killed and continued", self.result("resume"), self.result("check bf16"), 1e-3)
+
+    def killed_and_continued(self) -> list[float] | None:
+        often = "--run.save_every", 5
+        if self.train("resume", self.small_config(), *often, steps=SMALL_STEPS * 3 // 5):
+            return self.losses("resume", overrides=often)
 
     def host(self) -> None:
         """Of steps without a log line. The profile tells from where the GPU has copied."""
-        settings = "--run.log_every", 1000, "--perf.profile_steps", "[12, 15]"
-        if not self.train("host", self.small_config(), *settings, script=CONTENDERS):
+        if not self.result("host"):
             return
         log = (self.folder / "host.log").read_text().splitlines()
         [counted] = [json.loads(line) for line in log if line.startswith('{"waits"')]
         waits = counted["waits"][8:12]  # Not those of the profiler.
-        with gzip.open(self.folder / "host" / "profile.json.gz") as file:
-            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        names = [event.get("name", "") for event in profile_of(self.folder / "host")]
         copies = {kind: sum(f"HtoD ({kind}" in name for name in names) for kind in ("Pinned", "Pageable")}
         print(f"\nThe host waits {max(waits)} times in a step; copies to the GPU in 4 steps: {copies}", flush=True)
         self.note("host", waits=waits, where=counted["where"], copies=copies)
         if max(waits) > 0 or copies["Pageable"]:
             self.failed.append(f"host: waits {waits}, {copies}")
 
+    def count_waits(self) -> list[dict] | None:
+        settings = "--run.log_every", 1000, "--perf.profile_steps", "[12, 15]"
+        return self.train("host", self.small_config(), *settings, script=(CONTENDERS, "count"))
+
     def launchers(self) -> None:
         """The losses under each file: in bf16 or float8, as the file says."""
-        truth = self.losses("check bf16")
+        truth = self.result("check bf16")
         print("\n| launcher file | last loss | difference from bf16 without one | bound |\n|---|---|---|---|")
         for name in LAUNCHERS:
-            if name == "fp8" and importlib.util.find_spec("torchao") is None:
-                self.left_out.append("fp8.yaml, which needs torchao")
-                continue
-            losses = self.losses(name, launcher=ROOT / "accelerate_configs" / f"{name}.yaml")
-            self.compare(f"{name}.yaml", losses, truth, 2e-2)
+            self.compare(name, self.result(name), truth, 2e-2)
 
     # How fast -------------------------------------------------------------------------------------------------
 
@@ -342,7 +462,7 @@ class Bench:
             datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
         return folder
 
-    def overrides(self, rows: int, micro_batch: int | str) -> list:
+    def overrides(self, rows: int, micro_batch: int | str, tokens: Path) -> list:
         """configs/pretrain_1b.yaml on these tokens, for longer than it will be let run."""
         size = self.size
         settings = {
@@ -353,39 +473,50 @@ class Bench:
             "run.save_every": 0,
             "batch.global_batch_tokens": rows * size.length,
             "batch.max_micro_batch_size": micro_batch,
-            "data.path": self.tokens(),
+            "data.path": tokens,
             "data.name": "null",
             "data.format": "tokens",
             "data.tokenizer": "bytes",
             "data.sequence_length": size.length,
-            "data.packing": "none",
             "data.eval_fraction": 0.0,
-            "model.architecture.vocab_size": size.vocab,
             "eval.prompts": "[]",
-        } | {f"model.architecture.{name}": value for name, value in size.architecture.items()}
+        }
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
-    def measure(self, name: str, rows: int, micro_batch: int | str, *settings, precision: str = "bf16") -> dict | None:
+    def shape(self, architecture: dict | None) -> list:
+        """Of the model: that of the config, but for what this size and the variant change."""
+        settings = {"vocab_size": self.size.vocab} | self.size.architecture | (architecture or {})
+        return [word for name, value in settings.items() for word in (f"--model.architecture.{name}", value)]
+
+    def measure(self, name: str) -> dict | None:
         """What a variant reached, from its own metrics."""
-        if name not in self.runs:
-            config = ROOT / "configs" / "pretrain_1b.yaml"
-            lines = self.train(
-                name, config, *self.overrides(rows, micro_batch), *settings, precision=precision, steps=self.size.steps
-            )
-            self.runs[name] = lines and summarize(lines)
-            if lines:
-                self.note(name, **self.runs[name])
-        return self.runs[name]
+        size, variant = self.size, VARIANTS[name]
+        rows, micro_batch = (size.most, "auto") if name == AUTO else (size.rows, size.micro_batch)
+        lines = self.train(
+            name,
+            ROOT / "configs" / "pretrain_1b.yaml",
+            *self.overrides(rows, micro_batch, self.tokens(variant.documents)),
+            *self.shape(variant.architecture),
+            *variant.settings,
+            precision=variant.precision,
+            script=(CONTENDERS, "alone"),
+            steps=3 if name == SELDOM else size.steps,
+        )
+        return lines and self.noted(name, summarize(lines))
+
+    def noted(self, name: str, figures: dict) -> dict:
+        self.note(name, **figures)
+        return figures
 
     def speed(self) -> None:
-        for name, settings in SPEED.items():
-            self.measure(name, self.size.rows, self.size.micro_batch, *settings)
+        for name in SPEED:
+            self.result(name)
 
     def memory(self) -> None:
         """Without compile, whose code holds less than the plan knows of."""
         for name in "eager", "checkpointing":
-            one = self.measure(name, self.size.rows, self.size.micro_batch, *SPEED[name])
-            planned = one and self.planned_memory(*SPEED[name])
+            one = self.result(name)
+            planned = one and self.planned_memory(*SPEED[name].settings)
             if planned:
                 ratio = planned / one["memory"]
                 print(f"\n{name}: the plan's {planned:.3f} GiB, to what was measured: {ratio:.2f}", flush=True)
@@ -395,7 +526,8 @@ class Bench:
 
     def planned_memory(self, *settings) -> float | None:
         """GiB of one device in bf16. None, and a note, if the plan does not know."""
-        config, overrides = ROOT / "configs" / "pretrain_1b.yaml", self.overrides(self.size.rows, self.size.micro_batch)
+        config, size = ROOT / "configs" / "pretrain_1b.yaml", self.size
+        overrides = *self.overrides(size.rows, size.micro_batch, self.tokens()), *self.shape(None)
         words = [*overrides, *settings, "--perf.device_memory_gib", 1000, "--plan", 1]
         command = [sys.executable, ROOT / "train.py", "--config", config, *words]
         environment = self.environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -407,9 +539,7 @@ class Bench:
 
     def events(self) -> None:
         """A line per step makes the host wait in each. With fewer, CUDA events have to tell the phases apart."""
-        often = self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
-        name = "compile, a log line every fifth step"
-        seldom = self.measure(name, self.size.rows, self.size.micro_batch, *COMPILE, "--run.log_every", 5)
+        often, seldom = self.result("compile"), self.result(SELDOM)
         if not often or not seldom:
             return
         for key in "rate", "micro_step_rate":
@@ -420,12 +550,9 @@ class Bench:
 
     def packed(self) -> None:
         """Real tokens per second, to those of rows that are full."""
-        documents = "--data.path", self.tokens(documents=True)
-        full = self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
-        for packing in "concat", "none":
-            name = f"compile, documents, packing {packing}"
-            settings = *COMPILE, *documents, "--data.packing", packing
-            one = self.measure(name, self.size.rows, self.size.micro_batch, *settings)
+        full = self.result("compile")
+        for packing, name in ("concat", PACKED), ("none", PADDED):
+            one = self.result(name)
             if full and one:
                 ratio = one["real_rate"] / full["real_rate"]
                 print(f"\nReal tokens per second with packing {packing}, to full rows: {ratio:.3f}", flush=True)
@@ -433,37 +560,61 @@ class Bench:
                     self.failed.append(f"packed rows {ratio:.3f} times as fast as full ones")
 
     def auto(self) -> None:
-        self.measure("compile, checkpointing, auto", self.size.most, "auto", *SPEED["compile, checkpointing"])
+        """After all others, because it looks how much memory is free."""
+        self.runs[AUTO] = self.timed.submit(self.measure, AUTO)
+        self.result(AUTO)
 
     def float8(self) -> None:
-        import torch
-
-        if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
-            return self.left_out.append("float8, which needs torchao and a GPU")
-        wide = [word for name, value in WIDE.items() for word in (f"--model.architecture.{name}", value)]
-        runs = [
-            self.measure(
-                f"4 layers of 8B, compile, {precision}",
-                self.size.rows,
-                self.size.micro_batch,
-                *COMPILE,
-                *wide,
-                precision=precision,
-            )
-            for precision in ("bf16", "fp8")
-        ]
+        runs = [self.result(name) for name in FLOAT8]
         if all(runs):
             ratio = runs[1]["rate"] / runs[0]["rate"]
             print(f"\nfloat8 is {ratio:.2f} times as fast as bf16", flush=True)
             if ratio < 1.25:
                 self.failed.append(f"float8 {ratio:.2f} times bf16, goal 1.25")
 
+    def lora(self) -> None:
+        one = self.result(LORA)
+        if one and one["mfu"] and one["rate"] < 12_500:
+            self.failed.append(f"LoRA {one['rate']:,.0f} tokens/s, goal 12,500")
+
+    def adapters(self) -> dict | None:
+        """One row at a time: at this size, its activations take as much memory as the weights or more."""
+        model, size = self.folder / "8B", self.size
+        given = {"architecture": EIGHT_B | size.architecture, "length": size.length, "folder": str(model)}
+        subprocess.run([sys.executable, CONTENDERS, "model", json.dumps(given)], check=True, env=self.environment)
+        settings = {
+            "model.architecture": "null",
+            "model.pretrained": model,
+            "model.dtype": "bfloat16",
+            "model.lora": json.dumps({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}),
+        }
+        lines = self.train(
+            LORA,
+            ROOT / "configs" / "pretrain_1b.yaml",
+            *self.overrides(size.rows // 2, 1, self.tokens()),
+            *(word for name, value in settings.items() for word in (f"--{name}", value)),
+            *COMPILE,
+            script=(CONTENDERS, "alone"),
+            steps=size.steps,
+        )
+        return lines and self.noted(LORA, summarize(lines))
+
+    def profile(self) -> None:
+        """Milliseconds of each kernel, summed over the step."""
+        if not self.result(PROFILED):
+            return
+        kernels = Counter()
+        for event in profile_of(self.folder / PROFILED.replace(", ", "-")):
+            if event.get("cat") == "kernel":
+                kernels[event["name"][:90]] += event["dur"] / 1000
+        total = sum(kernels.values())
+        print(f"\n| kernel, of {total:,.1f} ms in one step | ms | share |\n|---|---|---|")
+        for name, milliseconds in kernels.most_common(25):
+            print(f"| {name} | {milliseconds:.2f} | {milliseconds / total:.1%} |")
+
     def overhead(self) -> None:
-        size, ours = self.size, self.measure("compile", self.size.rows, self.size.micro_batch, *COMPILE)
-        if not ours or time.monotonic() > self.deadline:
-            return self.left_out.append("overhead")
-        bare = self.contender("bare", self.tokens())
-        if not bare:
+        size, ours, bare = self.size, self.result("compile"), self.result("bare")
+        if not ours or not bare:
             return
         seconds, over = median(bare["seconds"]), ours["seconds"] / median(bare["seconds"]) - 1
         print(f"\n| compiled, {size.rows} rows of {size.length:,} per step | median step, s | tokens/s |")
@@ -474,7 +625,7 @@ class Bench:
         if ours["mfu"] and over > 0.01:
             self.failed.append(f"overhead {over:.2%}, goal 1 %")
 
-    def contender(self, name: str, tokens: Path) -> dict | None:
+    def contender(self, name: str) -> dict | None:
         """The seconds and the real tokens of its steps, as it tells them."""
         import yaml
 
@@ -486,15 +637,18 @@ class Bench:
             "micro_batch": size.micro_batch,
             "length": size.length,
             "steps": size.steps,
-            "tokens": str(tokens),
+            "tokens": str(self.tokens(CONTESTANTS[name])),
         }
+        began = time.monotonic()
+        if began > self.deadline:
+            return self.left_out.append(name)
         try:
             done = subprocess.run(
                 [sys.executable, CONTENDERS, name, json.dumps(given)],
                 text=True,
                 stdout=subprocess.PIPE,
                 env=self.environment,
-                timeout=max(1, self.deadline - time.monotonic()),
+                timeout=self.deadline - began,
             )
         except subprocess.TimeoutExpired:
             return self.left_out.append(name)
@@ -502,40 +656,38 @@ class Bench:
             return self.failed.append(f"{name}: exit status {done.returncode}")
         steps = json.loads(done.stdout.splitlines()[-1])
         steps = {key: values[SKIPPED_STEPS:] for key, values in steps.items()}
-        self.note(name, **steps, real_rate=sum(steps["tokens"]) / sum(steps["seconds"]))
-        return steps
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return self.noted(name, steps | {"real_rate": sum(steps["tokens"]) / sum(steps["seconds"])})
 
     def others(self) -> None:
-        """Real tokens per second on documents of many lengths: padded as Trainer does, packed by TRL, and ours."""
-        self.packed()
-        ours = {packing: self.runs[f"compile, documents, packing {packing}"] for packing in ("none", "concat")}
-        names = {"Trainer": "none", "TRL": "concat"}
-        if importlib.util.find_spec("trl") is None:
-            self.left_out.append("TRL, which is not installed")
-            del names["TRL"]
-        print("\n| documents | real tokens/s | of train.py | train.py is faster by |\n|---|---|---|---|")
-        for name, packing in names.items():
-            theirs = self.contender(name, self.tokens(documents=True))
-            if theirs and ours[packing]:
-                rate, own = sum(theirs["tokens"]) / sum(theirs["seconds"]), ours[packing]["real_rate"]
+        """Real tokens per second: padded as Trainer does, packed by TRL, all of one length, and ours on the same."""
+        print("\n| on the same documents | real tokens/s | of train.py | train.py is faster by |\n|---|---|---|---|")
+        for name, mine in ("Trainer", PADDED), ("TRL", PACKED), ("Accelerate", "compile"):
+            theirs, ours = self.result(name), self.result(mine)
+            if theirs and ours:
+                rate, own = theirs["real_rate"], ours["real_rate"]
                 print(f"| {name} | {rate:,.0f} | {own:,.0f} | {own / rate:.2f} |", flush=True)
-                if ours[packing]["mfu"] and own < rate:
+                if ours["mfu"] and own < rate:
                     self.failed.append(f"{name} is {rate / own:.2f} times as fast")
 
     def save(self) -> None:
         """Seconds that training waits for a save, beside those of a step."""
-        settings = "--run.save_every", 5, "--run.keep_checkpoints", 1, "--run.max_steps", 15, "--optim.warmup_steps", 0
-        few = "--model.architecture.num_hidden_layers", min(4, self.size.architecture.get("num_hidden_layers", 4))
-        config, rows = ROOT / "configs" / "pretrain_1b.yaml", self.size.rows
-        lines = self.train("save", config, *self.overrides(rows, self.size.micro_batch), *few, *settings)
+        lines = self.result("save")
         if lines:
             waited, step = lines[-1]["summary/checkpoint_seconds"], summarize(lines)["seconds"]
             print(f"\n3 saves of 4 layers: training waited {waited:.2f} s, a step takes {step:.3f} s", flush=True)
             self.note("save", waited=waited, step=step)
 
+    def saves(self) -> list[dict] | None:
+        settings = "--run.save_every", 5, "--run.keep_checkpoints", 1, "--run.max_steps", 15, "--optim.warmup_steps", 0
+        few = {"num_hidden_layers": min(4, self.size.architecture.get("num_hidden_layers", 4))}
+        words = *self.overrides(self.size.rows, self.size.micro_batch, self.tokens()), *self.shape(few), *settings
+        return self.train("save", ROOT / "configs" / "pretrain_1b.yaml", *words, script=(CONTENDERS, "alone"))
+
     def table(self) -> None:
         """The variants that were measured."""
-        seen = {name: run for name, run in self.runs.items() if isinstance(run, dict)}
+        seen = {name: self.runs[name].result() for name in (*VARIANTS, LORA) if name in self.runs}
+        seen = {name: run for name, run in seen.items() if run and name != PROFILED}
         if not seen:
             return
         print(f"\n{self.size.length:,} tokens per row, bf16 where nothing else is said\n")
@@ -550,6 +702,12 @@ class Bench:
         compiled = [run["mfu"] for name, run in seen.items() if name.startswith("compile") and run["mfu"]]
         if compiled and max(compiled) < 0.5:
             self.failed.append(f"MFU {max(compiled):.1%}, goal 50 %")
+
+
+def profile_of(run: Path) -> list[dict]:
+    """The events of a profile of torch."""
+    with gzip.open(run / "profile.json.gz") as file:
+        return json.load(file)["traceEvents"]
 
 
 def median(values: list[float]) -> float:
@@ -614,7 +772,8 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--minutes", type=float, default=8.5, help="no run starts or goes on after these")
     parser.add_argument("--folder", type=Path, help="kept afterwards, with all output; by default a temporary one")
-    parser.add_argument("--micro-batch", type=int, help="rows at once in speed and overhead; by default 4")
+    parser.add_argument("--micro-batch", type=int, help="rows at once in timed runs; by default 4")
+    parser.add_argument("--steps", type=int, help="of a timed run, the first 3 of which do not count; by default 12")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if missing := missing_libraries():
@@ -636,10 +795,14 @@ def main() -> int:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         size = TINY if args.tiny else FULL
-        size = replace(size, micro_batch=args.micro_batch or size.micro_batch)
+        size = replace(size, micro_batch=args.micro_batch or size.micro_batch, steps=args.steps or size.steps)
         bench = Bench(folder.resolve(), size, args.minutes)
         bench.note("machine", versions=versions)
-        for part in (part for part in PARTS if part in args.part):
+        parts = sorted(args.part, key=lambda part: part not in UNTIMED)
+        bench.start(parts)
+        for part in parts:
+            if part not in UNTIMED:
+                bench.release()
             getattr(bench, part)()
         bench.table()
     for what in bench.left_out:

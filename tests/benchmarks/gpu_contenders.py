@@ -1,15 +1,20 @@
-"""What gpu.py starts beside train.py, each in a process of its own; and train.py with its waits for the GPU counted.
+"""What gpu.py starts beside train.py, each in a process of its own; and train.py in its turn, or its waits counted.
 
-    python tests/benchmarks/gpu_contenders.py bare|Trainer|TRL JSON
-    accelerate launch tests/benchmarks/gpu_contenders.py --config FILE [--section.field VALUE ...]
+    python tests/benchmarks/gpu_contenders.py bare|Accelerate|Trainer|TRL|model JSON
+    accelerate launch tests/benchmarks/gpu_contenders.py alone|count --config FILE [--section.field VALUE ...]
 
 The first form trains as the JSON says, and prints the seconds and the real tokens of each step. All train the same
 model on the same documents, in bf16, compiled, with clipping and fused AdamW. A contender waits for the GPU at the end
-of each step. The second form runs train.py, and then prints how often the host has waited for the GPU in each step, by
-torch's own sync debug mode, and at which lines.
+of each step. `model` only makes a model with random weights. The second form runs train.py. With `count`, it then
+prints how often the host has waited for the GPU in each step, by torch's own sync debug mode, and at which lines.
+
+All that is timed gets ready at any time, and waits for its first step until it has locked the file GPU_GATE.
 """
 
+import fcntl
 import json
+import os
+import socket
 import sys
 import tempfile
 import time
@@ -40,14 +45,20 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def take_the_gpu() -> None:
+    """Wait until no other timed run has it. It is given back when this process ends."""
+    fcntl.flock(os.open(os.environ["GPU_GATE"], os.O_RDWR), fcntl.LOCK_EX)
+
+
 def bare(architecture: dict, tokens: str, rows: int, micro_batch: int, length: int, steps: int) -> dict:
     """Without train.py or Accelerate: bf16 autocast, compiled layers, rows that are all of one length."""
-    ids = torch.from_numpy(np.array(datasets.load_from_disk(tokens).with_format("numpy")["input_ids"], np.int64))
+    ids = rows_of(tokens)
     model = new_model(architecture, length)
     for layer in model.model.layers:
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=BETAS, weight_decay=0.1, fused=True)
     seconds = []
+    take_the_gpu()
     for step in range(steps):
         began = time.perf_counter()
         at = step * rows % (len(ids) - rows + 1)
@@ -66,6 +77,58 @@ def bare(architecture: dict, tokens: str, rows: int, micro_batch: int, length: i
     return {"seconds": seconds, "tokens": [rows * length] * steps}
 
 
+def rows_of(tokens: str) -> torch.Tensor:
+    """[rows, length]: those of documents that are all of one length."""
+    rows = datasets.load_from_disk(tokens).with_format("numpy")["input_ids"]
+    return torch.from_numpy(np.array(rows, np.int64))
+
+
+def fsdp2(architecture: dict, tokens: str, rows: int, micro_batch: int, length: int, steps: int) -> dict:
+    """A loop on Accelerate with FSDP2, as in its examples: the model's own loss, regional compilation, accumulate()."""
+    import accelerate
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(one.getsockname()[1]), "RANK": "0"}
+    os.environ |= {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}
+    layers = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = accelerate.Accelerator(
+        mixed_precision="bf16",
+        gradient_accumulation_steps=rows // micro_batch,
+        fsdp_plugin=layers,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True),
+    )
+    data = torch.utils.data.TensorDataset(rows_of(tokens))
+    loader = torch.utils.data.DataLoader(data, micro_batch, drop_last=True)
+    model = new_model(architecture, length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=BETAS, weight_decay=0.1, fused=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seconds, began = [], 0.0
+    take_the_gpu()
+    while len(seconds) < steps:
+        for (batch,) in loader:
+            began = began or time.perf_counter()
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                loss.item()
+                seconds.append(time.perf_counter() - began)
+                began = 0.0
+    accelerator.end_training()
+    return {"seconds": seconds[:steps], "tokens": [rows * length] * steps}
+
+
 class Timed(transformers.TrainerCallback):
     """The seconds of each step of a transformers Trainer, and the real tokens that its collator has handed out."""
 
@@ -78,6 +141,7 @@ class Timed(transformers.TrainerCallback):
         return self.collate(rows)
 
     def on_train_begin(self, args, state, control, **_):
+        take_the_gpu()
         self.ended = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
@@ -158,6 +222,28 @@ def trl(architecture: dict, tokens: str, rows: int, micro_batch: int, length: in
     return timed.result()
 
 
+def make_model(architecture: dict, length: int, folder: str) -> dict:
+    """Save a model in bf16 with random weights, made on the GPU, where that takes no time."""
+    config = transformers.AutoConfig.for_model(**architecture, max_position_embeddings=length)
+    with torch.device(DEVICE):
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return {}
+
+
+def train_alone(argv: list[str]) -> None:
+    """Run train.py. Its first step waits until it has the GPU."""
+    import train
+
+    loop = train.training_loop
+
+    def alone(*args) -> None:
+        take_the_gpu()
+        loop(*args)
+
+    train.training_loop = alone
+    sys.exit(train.main(argv))
+
+
 def count_waits(argv: list[str]) -> None:
     """Run train.py. The first of its `waits` are those of the second step."""
     import train
@@ -188,10 +274,11 @@ def count_waits(argv: list[str]) -> None:
     sys.exit(status)
 
 
-CONTENDERS = {"bare": bare, "Trainer": trainer, "TRL": trl}
+CONTENDERS = {"bare": bare, "Accelerate": fsdp2, "Trainer": trainer, "TRL": trl, "model": make_model}
+SCRIPTS = {"alone": train_alone, "count": count_waits}
 
 if __name__ == "__main__":
     if sys.argv[1] in CONTENDERS:
         print(json.dumps(CONTENDERS[sys.argv[1]](**json.loads(sys.argv[2]))))
     else:
-        count_waits(sys.argv[1:])
+        SCRIPTS[sys.argv[1]](sys.argv[2:])
