@@ -12,7 +12,14 @@ import torch
 from samerun.config import Batch, Config, Run
 from samerun.data.batches import Documents, collate
 from samerun.errors import UserError
-from samerun.model.attention import attention_by_document, flash_attention, has_flash, piece_of
+from samerun.model.attention import (
+    attention_by_document,
+    attention_of_rows,
+    flash_attention,
+    has_cudnn,
+    has_flash,
+    piece_of,
+)
 from samerun.run.agreement import launcher_settings
 from samerun.run.launch import reseed, start_accelerator
 from samerun.run.meter import Meter, peak_memory
@@ -142,6 +149,42 @@ def test_what_flash_attention_takes(monkeypatch, capability, dtype, head, value_
     value = SimpleNamespace(dtype=dtype, shape=(1, 4, 8, value_head))
     documents = SimpleNamespace(plans_flash=False)
     assert has_flash(query, value, documents, dropout=dropout, scaling=None, sliding_window=4) == flash
+
+
+@pytest.mark.parametrize(
+    "capability, head, lengths, window, cudnn",
+    [
+        ((9, 0), 128, (256, 256), None, True),
+        ((10, 0), 64, (256,), 256, True),
+        ((8, 0), 128, (256, 256), None, False),  # Ampere
+        ((9, 0), 256, (256, 256), None, False),
+        ((9, 0), 128, (256, 128), None, False),
+        ((9, 0), 128, (200, 200), None, False),  # It would be one of very many lengths.
+        ((9, 0), 128, (256, 256), 255, False),
+    ],
+)
+def test_what_cudnn_takes(monkeypatch, capability, head, lengths, window, cudnn):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rows = [np.array([np.arange(length), np.arange(length), np.arange(length)]) for length in lengths]
+    documents = collate(rows, torch.device("cpu"), joined=True).documents
+    query = SimpleNamespace(is_cuda=True, device=CUDA, shape=(1, 4, sum(lengths), head))
+    assert has_cudnn(query, documents, sliding_window=window, scaling=None) == cudnn
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_of_rows(key_heads, scaling):
+    """By a kernel that a CPU has. It is the same as one document after the other."""
+    torch.manual_seed(0)
+    documents = Documents((6, 6, 6), 6, torch.tensor([0, 6, 12, 18], dtype=torch.int32), alike=True)
+    query = torch.randn(1, 18, 4, 8).transpose(1, 2)
+    key, value = torch.randn(2, 1, 18, key_heads, 8).transpose(2, 3).unbind()
+    module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
+    expected = attention_by_document(module, query, key, value, documents, documents, scaling=scaling)
+    kernel = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    found = attention_of_rows(query, key, value, documents, scaling, kernel)
+    assert found.shape == expected.shape == (1, 18, 4, 8)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])

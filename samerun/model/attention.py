@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from samerun.data.batches import Documents, RowPiece, RowRanks
@@ -65,6 +67,8 @@ def document_attention(
     if documents.row_ranks:
         return ulysses_attention(query, key, value, documents, **options), None
     if has_flash(query, value, documents, **options):
+        if has_cudnn(query, documents, **options):
+            return attention_of_rows(query, key, value, documents, **options), None
         return flash_attention(query, key, value, documents, documents, **options), None
     return attention_by_document(module, query, key, value, documents, documents, **options), None
 
@@ -124,6 +128,42 @@ def flash_attention(
     return output[None]
 
 
+def has_cudnn(query: torch.Tensor, documents: Documents, sliding_window: int | None = None, **options: Any) -> bool:
+    """Whether cuDNN's attention is faster, as on Hopper and Blackwell it is, where has_flash() holds.
+
+    It knows plain rows only, and plans for each length anew. Rows that are full all have the same one.
+    """
+    if not query.is_cuda or not documents.alike or query.shape[-1] > 128:
+        return False
+    is_recent = torch.cuda.get_device_capability(query.device) in ((9, 0), (10, 0))
+    return is_recent and (not sliding_window or documents.longest <= sliding_window)
+
+
+def attention_of_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scaling: float | None = None,
+    kernel: SDPBackend = SDPBackend.CUDNN_ATTENTION,
+    **options: Any,
+) -> torch.Tensor:
+    """Documents that are all of one length, as the rows of plain causal attention."""
+    rows = [as_rows(states, -1, documents.longest) for states in (query, key, value)]
+    with sdpa_kernel(kernel):
+        has_groups = query.shape[1] != key.shape[1]
+        output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=has_groups)
+    return output.transpose(1, 2).flatten(0, 1)[None]
+
+
+def as_rows(states: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """From [1, heads, tokens, head size] to [count, heads, length, head size], by a view alone.
+
+    The gradient of an index or a slice would be a copy in a tensor of zeros.
+    """
+    return states.view(states.shape[1], count, length, states.shape[3]).transpose(0, 1)
+
+
 def causal_mask(
     length: int, length_seen: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
@@ -166,11 +206,7 @@ def attention_by_document(
         parts = zip(query.split(sizes, dim=2), key.split(sizes_seen, dim=2), value.split(sizes_seen, dim=2))
     outputs = []
     for (length, length_seen, count), of_run in zip(runs, parts):
-        # From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone: the gradient of
-        # an index or a slice is a copy in a tensor of zeros.
-        queries, keys, values = (
-            states.view(states.shape[1], count, -1, states.shape[3]).transpose(0, 1) for states in of_run
-        )
+        queries, keys, values = (as_rows(states, count, -1) for states in of_run)
         if sliding_window and length_seen >= length + sliding_window:
             length_seen = length + sliding_window - 1
             keys, values = keys[:, :, -length_seen:], values[:, :, -length_seen:]

@@ -13,7 +13,7 @@ from samerun.config import Model
 from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
-CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
+CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time, see chunk_size().
 LARGE_VOCABULARY = 4096  # From here on, chunks take about as long as all logits at once, and less memory.
 
 
@@ -45,10 +45,18 @@ def compute_loss(
     With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
     """
     model = getattr(wrapped, "module", wrapped)  # Without DDP's wrapper.
+    if batch.targets.is_cuda and getattr(model, "compiles_loss", False):
+        token_loss = compiled(token_loss)
     if chunked:
         return loss_in_chunks(wrapped, batch, token_loss)
     loss, metrics = token_loss(wrapped(**model_inputs(model, batch)).logits.flatten(0, 1), batch.targets.flatten())
     return loss, add_up_terms(metrics, batch.source_ends)
+
+
+@functools.cache
+def compiled(token_loss: Callable) -> Callable:
+    """token_loss() as code for any number of tokens, in which the logits in float32 need no memory."""
+    return torch.compile(token_loss, dynamic=True)
 
 
 def joins_documents(model: torch.nn.Module) -> bool:
@@ -72,7 +80,7 @@ def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
 def loss_in_chunks(
     wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of CHUNK targets at a time. All of it happens inside forward(), in one call of each module.
+    """token_loss() of a chunk of targets at a time. All of it happens inside forward(), in one call of each module.
 
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
@@ -86,8 +94,8 @@ def loss_in_chunks(
 
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            head_of_chunk = functools.partial(head, outputs)
-            return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss)
+            head_of_chunk, size = functools.partial(head, outputs), chunk_size(output_layer)
+            return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
 
         with patched(output_layer, "forward", loss_of):
             return output_layer(outputs[0])
@@ -96,22 +104,30 @@ def loss_in_chunks(
         return wrapped(**model_inputs(model, batch))
 
 
+def chunk_size(output_layer: torch.nn.Module) -> int:
+    """With each chunk, a trained layer adds to a gradient as large as its weights: as large as the logits that it makes
+    of as many tokens as they are wide. Fewer tokens at a time would save little memory, and take long."""
+    weight = output_layer.weight
+    return max(CHUNK, weight.shape[1]) if weight.requires_grad else CHUNK
+
+
 def add_up_chunks(
     head: Callable,
     states: torch.Tensor,
     batch: MicroBatch,
     weights: list[torch.nn.Parameter],
     token_loss: Callable,
+    size: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of CHUNK targets at a time, of the logits that `head` makes of their states [tokens, width].
+    """token_loss() of `size` targets at a time, of the logits that `head` makes of their states [tokens, width].
 
     The gradients of a chunk are computed at once, so that its logits are neither kept nor computed a second time.
     """
     training, targets = torch.is_grad_enabled(), batch.targets.flatten()
     total, metrics, of_states, of_weights = 0.0, {}, torch.zeros_like(states), {}
     learned = batch.learned if len(batch.learned) else np.zeros(1, np.int64)  # All weights must get a gradient.
-    for first in range(0, len(learned), CHUNK):
-        places_on_host = learned[first : first + CHUNK]
+    for first in range(0, len(learned), size):
+        places_on_host = learned[first : first + size]
         places = to_device(places_on_host, states.device)
         chunk = states.detach()[places].requires_grad_(training)
         loss, metrics_of_chunk = token_loss(head(chunk), targets[places])

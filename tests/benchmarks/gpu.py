@@ -2,7 +2,7 @@
 
     python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--steps 12] [--folder FOLDER] [--tiny]
 
-attention  torch's flash attention for documents, forward and backward, against one document after the other in float64
+attention  flash attention of documents and cuDNN's of rows, forward and backward, against the formula in float64
 check      losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
 resume     the same run killed by SIGKILL and continued
 host       how often the host waits for the GPU in a step without a log line, and copies memory that is not pinned
@@ -44,6 +44,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,6 +163,7 @@ SPEED = {
     "checkpointing": Variant(CHECKPOINTING),
     "compile, checkpointing": Variant((*COMPILE, *CHECKPOINTING)),
     "compile, all logits at once": Variant((*COMPILE, *AT_ONCE)),
+    "compile, packing none": Variant((*COMPILE, "--data.packing", "none")),
 }
 SELDOM = "compile, a log line every fifth step"
 PACKED, PADDED = "compile, documents, packing concat", "compile, documents, packing none"
@@ -330,36 +332,55 @@ class Bench:
         import torch
 
         from samerun.data.batches import Documents
-        from samerun.model.attention import flash_attention, piece_of
+        from samerun.model.attention import attention_of_rows, flash_attention, piece_of
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kernel = flash_attention if device == "cuda" else plain_attention
         lengths = self.size.documents
         ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         documents = Documents(lengths, max(lengths), ends)
-        print("\n| flash attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
+        print("\n| attention of documents | largest error | of plain attention in bf16 |\n|---|---|---|")
         tokens = sum(lengths)
         piece = piece_of(documents, tokens // 5, tokens * 3 // 4)  # What a rank has of a row with context parallelism.
         whole, part = (documents, documents), (piece.own, piece.seen)
         cases = [(64, 8, None, whole), (128, 2, None, whole), (128, 2, 100, whole), (256, 4, None, whole)]
         for head, key_heads, window, (own, seen) in [*cases, (128, 2, None, part), (128, 2, 100, part)]:
-            torch.manual_seed(0)
-            counts = (8, own), (key_heads, seen), (key_heads, seen)
-            shapes = [(1, heads, sum(of.lengths), head) for heads, of in counts]
-            states = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-            exact = [one.detach().double().requires_grad_() for one in states]
-            truth = results(plain_attention, exact, own, seen, window)
-            errors = {}
-            for name, function in ("flash", kernel), ("plain", plain_attention):
-                pairs = zip(results(function, states, own, seen, window), truth)
-                errors[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-            case = f"attention, heads of {head}, {8 // key_heads} to a key, window {window}"
+            case = f"flash, heads of {head}, {8 // key_heads} to a key, window {window}"
             if own is not seen:
                 case += ", a piece of a row"
-            print(f"| {case} | {errors['flash']:.1e} | {errors['plain']:.1e} |", flush=True)
-            self.note(case, **errors)
-            if not errors["flash"] <= 2 * errors["plain"]:
-                self.failed.append(f"{case}: {errors['flash']:.1e}")
+            self.compare_attention(case, kernel, head, key_heads, own, seen, window)
+        alike = Documents((640, 640), 640, torch.tensor([0, 640, 1280], dtype=torch.int32, device=device), alike=True)
+
+        def of_rows(query, key, value, own, seen, sliding_window=None):
+            return attention_of_rows(query, key, value, own)
+
+        if device == "cuda" and torch.cuda.get_device_capability() in ((9, 0), (10, 0)):
+            for head, key_heads in (64, 8), (128, 2):
+                case = f"cuDNN, heads of {head}, {8 // key_heads} to a key"
+                self.compare_attention(case, of_rows, head, key_heads, alike, alike, None)
+
+    def compare_attention(
+        self, case: str, kernel: Callable, head: int, key_heads: int, own: Any, seen: Any, window: int | None
+    ) -> None:
+        """A line of the table; a failure if the error is more than twice that of plain attention in bf16."""
+        import torch
+
+        torch.manual_seed(0)
+        counts = (8, own), (key_heads, seen), (key_heads, seen)
+        shapes = [(1, sum(of.lengths), heads, head) for heads, of in counts]
+        device = own.ends.device
+        states = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
+        states = [one.requires_grad_() for one in states]
+        exact = [one.detach().double().requires_grad_() for one in states]
+        truth = results(plain_attention, exact, own, seen, window)
+        errors = {}
+        for name, function in ("kernel", kernel), ("plain", plain_attention):
+            pairs = zip(results(function, states, own, seen, window), truth)
+            errors[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+        print(f"| {case} | {errors['kernel']:.1e} | {errors['plain']:.1e} |", flush=True)
+        self.note(case, **errors)
+        if not errors["kernel"] <= 2 * errors["plain"]:
+            self.failed.append(f"{case}: {errors['kernel']:.1e}")
 
     def small_config(self) -> Path:
         """A small model, and documents of many lengths that share rows, so that positions are checked, too."""
