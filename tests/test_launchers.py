@@ -139,7 +139,7 @@ def test_chunked_loss_is_the_run_of_one_process(runs, config, tmp_path, case, se
     script = tmp_path / "fork.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom samerun.model import loss\n"
-        "loss.chunk_size = lambda output_layer: 16\nsys.exit(train.main())\n"
+        "loss.chunk_size = lambda *_: 16\nsys.exit(train.main())\n"
     )
     model = ()
     if TIED in settings:

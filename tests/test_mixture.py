@@ -238,7 +238,7 @@ def test_losses_and_shares_of_the_sources(truth, tmp_path, way):
 def test_losses_of_the_sources_in_chunks(truth, tmp_path, monkeypatch, chunk):
     """Chunks end inside of sources, and sources inside of chunks."""
     config, _, expected = truth
-    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda output_layer: chunk)
+    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: chunk)
     check_sources(run(tmp_path, config, *CHUNKED, "--batch.max_micro_batch_size", 4), expected)
 
 

@@ -330,7 +330,7 @@ def build_head(case: str) -> torch.nn.Module:
 @pytest.mark.parametrize("case", HEADS)
 def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
     """In three chunks, the last a part of one, against all logits at once."""
-    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda output_layer: 64)
+    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 64)
     model = build_head(case)
     (loss, gradients), (chunked_loss, others) = pass_of(model, False), pass_of(model, True)
     assert chunked_loss == pytest.approx(loss, rel=1e-6)
@@ -342,7 +342,7 @@ def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
 
 def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
     """160 chunks are no worse than all logits at once. Added up in bf16, they would be four times as far off."""
-    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda output_layer: 1)
+    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 1)
     model = build_head("llama")
     _, exact = pass_of(model, chunked=False)
     (loss, whole), (chunked_loss, chunked) = (pass_of(model, kind, bf16=True) for kind in (False, True))
@@ -355,7 +355,7 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
 @pytest.mark.parametrize("kind", ["regional", "full"])
 def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
     """A second pass compiles nothing more, though forward() is another function in each."""
-    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda output_layer: 64)
+    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 64)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE | {"max_position_embeddings": 80})
@@ -385,7 +385,7 @@ class Logits(TorchDispatchMode):
 
 def test_a_chunked_loss_holds_few_logits_and_computes_none_twice(monkeypatch):
     """Nor any of the 20 tokens without a target: three products of 2 x width x vocabulary FLOPs for each of them."""
-    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda output_layer: 64)
+    monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 64)
     model = build_head("llama")
     flops, rows = [], []
     for chunked in (False, True):

@@ -45,10 +45,11 @@ def compute_loss(
     With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
     """
     model = getattr(wrapped, "module", wrapped)  # Without DDP's wrapper.
-    if batch.targets.is_cuda and getattr(model, "compiles_loss", False):
+    is_compiled = batch.targets.is_cuda and getattr(model, "compiles_loss", False)
+    if is_compiled:
         token_loss = compiled(token_loss)
     if chunked:
-        return loss_in_chunks(wrapped, batch, token_loss)
+        return loss_in_chunks(wrapped, batch, token_loss, chunk_size(model.get_output_embeddings(), is_compiled))
     loss, metrics = token_loss(wrapped(**model_inputs(model, batch)).logits.flatten(0, 1), batch.targets.flatten())
     return loss, add_up_terms(metrics, batch.source_ends)
 
@@ -77,10 +78,22 @@ def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     return inputs
 
 
+def chunk_size(output_layer: torch.nn.Module, is_compiled: bool = False) -> int:
+    """How many targets at a time have logits. Each time, a trained layer adds to a gradient as large as its weights.
+
+    Logits of as many tokens as the layer is wide have as many numbers. Fewer tokens at a time would save little memory,
+    and take long. Of each logit, compiled code holds less than half.
+    """
+    weight = output_layer.weight
+    if not weight.requires_grad:
+        return CHUNK
+    return max(CHUNK, weight.shape[1] * (2 if is_compiled else 1))
+
+
 def loss_in_chunks(
-    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable
+    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable, size: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of a chunk of targets at a time. All of it happens inside forward(), in one call of each module.
+    """token_loss() of `size` targets at a time. All of it happens inside forward(), in one call of each module.
 
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
@@ -94,7 +107,7 @@ def loss_in_chunks(
 
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            head_of_chunk, size = functools.partial(head, outputs), chunk_size(output_layer)
+            head_of_chunk = functools.partial(head, outputs)
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
 
         with patched(output_layer, "forward", loss_of):
@@ -102,13 +115,6 @@ def loss_in_chunks(
 
     with patched(model, "forward", forward):
         return wrapped(**model_inputs(model, batch))
-
-
-def chunk_size(output_layer: torch.nn.Module) -> int:
-    """With each chunk, a trained layer adds to a gradient as large as its weights: as large as the logits that it makes
-    of as many tokens as they are wide. Fewer tokens at a time would save little memory, and take long."""
-    weight = output_layer.weight
-    return max(CHUNK, weight.shape[1]) if weight.requires_grad else CHUNK
 
 
 def add_up_chunks(

@@ -12,12 +12,12 @@ speed      configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,
 memory     the peak of a step's tensors, with and without gradient checkpointing, to what --plan calculates
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
-float8     four layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
+float8     twelve layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
 lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights
 profile    one compiled step: the kernels that take most of it
 overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
-others     transformers' Trainer, and TRL with its packing if it is installed, on the same model and documents; and a
-           loop on Accelerate's FSDP2, as in its examples, on rows that are full
+others     transformers' Trainer and, if it is installed, TRL with its packing, on the same model and documents, all
+           without compile; and a loop on Accelerate's FSDP2, as in its examples, against fsdp2.yaml on full rows
 save       how long a save of four layers holds up training
 auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
 
@@ -139,6 +139,8 @@ class Variant:
     documents: bool = False  # Of many lengths. Otherwise each is as long as a row.
     architecture: dict | None = None  # Laid over that of the config.
     precision: str = "bf16"
+    part: int = 1  # Of the rows of a step, and of those at once: one in so many.
+    launcher: str | None = None
 
 
 EIGHT_B = {
@@ -152,7 +154,7 @@ EIGHT_B = {
     "tie_word_embeddings": False,
 }
 WIDE = {name: EIGHT_B[name] for name in ("hidden_size", "intermediate_size")} | {
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 12,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
@@ -167,14 +169,18 @@ SPEED = {
 }
 SELDOM = "compile, a log line every fifth step"
 PACKED, PADDED = "compile, documents, packing concat", "compile, documents, packing none"
-FLOAT8 = "4 layers of 8B, compile, bf16", "4 layers of 8B, compile, float8"
+EAGER_PACKED, EAGER_PADDED, FSDP2 = "documents, packing concat", "documents, packing none", "compile, fsdp2.yaml"
+FLOAT8 = "12 layers of 8B, compile, bf16", "12 layers of 8B, compile, float8"
 LORA, PROFILED, AUTO = "LoRA on 8B, compile", "compile, profiled", "compile, checkpointing, auto"
 VARIANTS = SPEED | {
     SELDOM: Variant((*COMPILE, "--run.log_every", "5")),
     PACKED: Variant(documents=True),
     PADDED: Variant((*COMPILE, "--data.packing", "none"), documents=True),
-    FLOAT8[0]: Variant(architecture=WIDE),
-    FLOAT8[1]: Variant(architecture=WIDE, precision="fp8"),
+    EAGER_PACKED: Variant((), documents=True),
+    EAGER_PADDED: Variant(("--data.packing", "none"), documents=True),
+    FSDP2: Variant(launcher="fsdp2.yaml"),
+    FLOAT8[0]: Variant(architecture=WIDE, part=2),
+    FLOAT8[1]: Variant(architecture=WIDE, part=2, precision="fp8"),
     PROFILED: Variant((*COMPILE, "--perf.profile_steps", "[5, 5]")),
     AUTO: Variant((*COMPILE, *CHECKPOINTING)),
 }
@@ -202,7 +208,7 @@ NEEDS = {
     "lora": (LORA,),
     "profile": (PROFILED,),
     "overhead": ("compile", "bare"),
-    "others": ("compile", "Accelerate", PACKED, PADDED, "Trainer", "TRL"),
+    "others": (FSDP2, "Accelerate", EAGER_PADDED, "Trainer", EAGER_PACKED, "TRL"),
     "save": ("save",),
 }
 
@@ -512,7 +518,9 @@ class Bench:
     def measure(self, name: str) -> dict | None:
         """What a variant reached, from its own metrics."""
         size, variant = self.size, VARIANTS[name]
-        rows, micro_batch = (size.most, "auto") if name == AUTO else (size.rows, size.micro_batch)
+        rows, micro_batch = size.rows // variant.part, size.micro_batch // variant.part
+        if name == AUTO:
+            rows, micro_batch = size.most, "auto"
         lines = self.train(
             name,
             ROOT / "configs" / "pretrain_1b.yaml",
@@ -520,6 +528,7 @@ class Bench:
             *self.shape(variant.architecture),
             *variant.settings,
             precision=variant.precision,
+            launcher=variant.launcher and ROOT / "accelerate_configs" / variant.launcher,
             script=(CONTENDERS, "alone"),
             steps=3 if name == SELDOM else size.steps,
         )
@@ -683,7 +692,7 @@ class Bench:
     def others(self) -> None:
         """Real tokens per second: padded as Trainer does, packed by TRL, all of one length, and ours on the same."""
         print("\n| on the same documents | real tokens/s | of train.py | train.py is faster by |\n|---|---|---|---|")
-        for name, mine in ("Trainer", PADDED), ("TRL", PACKED), ("Accelerate", "compile"):
+        for name, mine in ("Trainer", EAGER_PADDED), ("TRL", EAGER_PACKED), ("Accelerate", FSDP2):
             theirs, ours = self.result(name), self.result(mine)
             if theirs and ours:
                 rate, own = theirs["real_rate"], ours["real_rate"]
@@ -795,6 +804,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept afterwards, with all output; by default a temporary one")
     parser.add_argument("--micro-batch", type=int, help="rows at once in timed runs; by default 4")
     parser.add_argument("--steps", type=int, help="of a timed run, the first 3 of which do not count; by default 12")
+    parser.add_argument("--without", nargs="+", default=(), metavar="RUN", help="runs of these parts to leave out")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if missing := missing_libraries():
@@ -820,6 +830,7 @@ def main() -> int:
         bench = Bench(folder.resolve(), size, args.minutes)
         bench.note("machine", versions=versions)
         parts = sorted(args.part, key=lambda part: part not in UNTIMED)
+        bench.lacking |= dict.fromkeys(args.without, "to be asked for")
         bench.start(parts)
         for part in parts:
             if part not in UNTIMED:

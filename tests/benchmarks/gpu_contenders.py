@@ -4,9 +4,10 @@
     accelerate launch tests/benchmarks/gpu_contenders.py alone|count --config FILE [--section.field VALUE ...]
 
 The first form trains as the JSON says, and prints the seconds and the real tokens of each step. All train the same
-model on the same documents, in bf16, compiled, with clipping and fused AdamW. A contender waits for the GPU at the end
-of each step. `model` only makes a model with random weights. The second form runs train.py. With `count`, it then
-prints how often the host has waited for the GPU in each step, by torch's own sync debug mode, and at which lines.
+model on the same documents, in bf16, with clipping and fused AdamW; bare and Accelerate compile the layers. A contender
+waits for the GPU at the end of each step. `model` only makes a model with random weights. The second form runs
+train.py. With `count`, it then prints how often the host has waited for the GPU in each step, by torch's own sync debug
+mode, and at which lines.
 
 All that is timed gets ready at any time, and waits for its first step until it has locked the file GPU_GATE.
 """
@@ -175,7 +176,6 @@ def arguments(folder: str, rows: int, micro_batch: int, steps: int) -> dict:
         "gradient_accumulation_steps": rows // micro_batch,
         "bf16": DEVICE == "cuda",
         "use_cpu": DEVICE == "cpu",
-        "torch_compile": DEVICE == "cuda",
         "optim": "adamw_torch_fused",
         "learning_rate": 1e-5,
         "weight_decay": 0.1,

@@ -108,9 +108,7 @@ def test_a_term_of_the_loss(task, with_z_loss, tmp_path, monkeypatch, processes,
         names = {"torch": torch}
         exec(TOKEN_LOSS, names)
         monkeypatch.setattr(train, "token_loss", names["token_loss"])
-        monkeypatch.setattr(
-            "samerun.model.loss.chunk_size", lambda output_layer: 16
-        )  # So that a micro-batch has several.
+        monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 16)  # So that a micro-batch has several.
         done = run(tmp_path, config, "--model.chunked_loss", str(chunked).lower())
     else:
         done = launch(tmp_path, config, processes=2, script=fork(tmp_path, TOKEN_LOSS))
