@@ -26,6 +26,8 @@ def test_the_gpu_benchmark_runs(tmp_path):
             "host",
             "memory",
             "float8",
+            "lora",
+            "packed",
             "overhead",
             "others",
             "save",
@@ -37,9 +39,10 @@ def test_the_gpu_benchmark_runs(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (
-        r"\| attention, heads of 128, 4 to a key, window 100 \| [\d.e-]+ \|",
+        r"\| flash, heads of 128, 4 to a key, window 100 \| [\d.e-]+ \|",
         r"\| killed and continued \| [\d.]+ \| [\d.e+-]+ \| 1e-03 \|",
         r"The host waits 0 times in a step",
+        r"\| LoRA on 8B, compile \| 1 x 4 \| [\d,]+ \| unknown peak \|",
         r"\| compile \| 2 x 4 \| [\d,]+ \| unknown peak \|",
         r"checkpointing: the plan's [\d.]+ GiB, to what was measured: [\d.]+",
         r"Overhead of train.py: [+-]",
@@ -47,8 +50,12 @@ def test_the_gpu_benchmark_runs(tmp_path):
         r"\| Trainer \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
         r"\| TRL \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
         r"3 saves of \d layers: training waited [\d.]+ s, a step takes [\d.]+ s",
-        "Left out: float8, which needs torchao and a GPU",
+        r"\| Accelerate \| [\d,]+ \| [\d,]+ \| [\d.]+ \|",
+        "Left out: 12 layers of 8B, compile, float8, which needs torchao and a GPU",
     ):
         assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
     cases = [json.loads(line)["case"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert cases[0] == "machine" and {"host", "compile", "bare", "Trainer", "TRL", "save"} < set(cases)
+    draw = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "gpu_picture.py"]
+    subprocess.run([*draw, tmp_path / "results.jsonl", tmp_path / "gpu.png"], check=True)
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000

@@ -374,6 +374,8 @@ def asks_for_a_gpu(node: ast.AST) -> bool:
             return True
         if isinstance(part, ast.Attribute) and ast.unparse(part) in ("torch.cuda", "torch.accelerator"):
             return True
+        if isinstance(part, ast.Attribute) and part.attr == "is_cuda":
+            return True
     return False
 
 
