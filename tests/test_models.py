@@ -26,7 +26,7 @@ from samerun.model.checks import (
     settle_chunks,
     what_leaks,
 )
-from samerun.model.loss import joins_documents, model_inputs
+from samerun.model.loss import chunk_size, joins_documents, model_inputs
 from samerun.model.tokenizer import use_special_tokens
 
 SHAPE = {
@@ -351,11 +351,23 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
         assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
 
 
+def test_how_many_targets_a_chunk_has():
+    """As many as a trained output layer is wide, which then adds to its gradient less often."""
+    layer = torch.nn.Linear(2048, 97)
+    assert [chunk_size(layer), chunk_size(layer, is_compiled=True)] == [2048, 4096]
+    assert chunk_size(torch.nn.Linear(64, 97)) == 768
+    assert chunk_size(layer.requires_grad_(False)) == 768
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["regional", "full"])
-def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind):
-    """A second pass compiles nothing more, though forward() is another function in each."""
+@pytest.mark.parametrize("kind, with_loss", [("regional", True), ("regional", False), ("full", True)])
+def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind, with_loss):
+    """A second pass compiles nothing more, though forward() is another function in each.
+
+    On a GPU, the loss is compiled, too.
+    """
     monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 64)
+    monkeypatch.setattr("samerun.model.loss.compiles_loss", lambda model, batch: with_loss and model.is_compiled)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = transformers.AutoConfig.for_model("llama", use_cache=False, **SHAPE | {"max_position_embeddings": 80})

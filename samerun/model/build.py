@@ -205,9 +205,9 @@ def train_in_float32(model: torch.nn.Module) -> None:
 def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: bool, tp: int) -> None:
     """Have torch compile the model at its first pass, in place, so that the names of the weights stay as they are.
 
-    On a GPU it also compiles the loss.
+    On a GPU it also compiles the loss, see compiles_loss().
     """
-    model.compiles_loss = config.compile != "none"
+    model.is_compiled = config.compile != "none"
     # Rows of any length get code for all lengths at once. Otherwise the second length would be compiled anew.
     dynamic = None if packing == "concat" else True
     if tp > 1:

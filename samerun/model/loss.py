@@ -45,13 +45,18 @@ def compute_loss(
     With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
     """
     model = getattr(wrapped, "module", wrapped)  # Without DDP's wrapper.
-    is_compiled = batch.targets.is_cuda and getattr(model, "compiles_loss", False)
+    is_compiled = compiles_loss(model, batch)
     if is_compiled:
         token_loss = compiled(token_loss)
     if chunked:
         return loss_in_chunks(wrapped, batch, token_loss, chunk_size(model.get_output_embeddings(), is_compiled))
     loss, metrics = token_loss(wrapped(**model_inputs(model, batch)).logits.flatten(0, 1), batch.targets.flatten())
     return loss, add_up_terms(metrics, batch.source_ends)
+
+
+def compiles_loss(model: torch.nn.Module, batch: MicroBatch) -> bool:
+    """Only on a GPU: to compile it for a CPU takes longer than it saves in most runs there."""
+    return batch.targets.is_cuda and getattr(model, "is_compiled", False)
 
 
 @functools.cache

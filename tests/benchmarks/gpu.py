@@ -139,7 +139,7 @@ class Variant:
     documents: bool = False  # Of many lengths. Otherwise each is as long as a row.
     architecture: dict | None = None  # Laid over that of the config.
     precision: str = "bf16"
-    part: int = 1  # Of the rows of a step, and of those at once: one in so many.
+    is_large: bool = False  # With less than 100 GiB, it makes half the rows at once.
     launcher: str | None = None
 
 
@@ -179,8 +179,8 @@ VARIANTS = SPEED | {
     EAGER_PACKED: Variant((), documents=True),
     EAGER_PADDED: Variant(("--data.packing", "none"), documents=True),
     FSDP2: Variant(launcher="fsdp2.yaml"),
-    FLOAT8[0]: Variant(architecture=WIDE, part=2),
-    FLOAT8[1]: Variant(architecture=WIDE, part=2, precision="fp8"),
+    FLOAT8[0]: Variant(architecture=WIDE, is_large=True),
+    FLOAT8[1]: Variant(architecture=WIDE, is_large=True, precision="fp8"),
     PROFILED: Variant((*COMPILE, "--perf.profile_steps", "[5, 5]")),
     AUTO: Variant((*COMPILE, *CHECKPOINTING)),
 }
@@ -518,9 +518,9 @@ class Bench:
     def measure(self, name: str) -> dict | None:
         """What a variant reached, from its own metrics."""
         size, variant = self.size, VARIANTS[name]
-        rows, micro_batch = size.rows // variant.part, size.micro_batch // variant.part
-        if name == AUTO:
-            rows, micro_batch = size.most, "auto"
+        rows, micro_batch = (size.most, "auto") if name == AUTO else (size.rows, size.micro_batch)
+        if variant.is_large and self.memory_gib() < 100:
+            micro_batch //= 2
         lines = self.train(
             name,
             ROOT / "configs" / "pretrain_1b.yaml",
@@ -533,6 +533,12 @@ class Bench:
             steps=3 if name == SELDOM else size.steps,
         )
         return lines and self.noted(name, summarize(lines))
+
+    @staticmethod
+    def memory_gib() -> float:
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
 
     def noted(self, name: str, figures: dict) -> dict:
         self.note(name, **figures)
