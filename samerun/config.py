@@ -220,7 +220,7 @@ class Model(Section):
     gradient_checkpointing: MayChange[bool] = False
     """Compute activations again in the backward pass. This saves memory and costs time."""
     chunked_loss: MayChange[bool | Literal["auto"]] = "auto"
-    """Hold the logits of few targets at a time. auto does so for 4,096 tokens or more, if the model allows it."""
+    """Hold the logits of some targets at a time. auto does so for 4,096 tokens or more, if the model allows it."""
     compile: MayChange[Literal["none", "regional", "full"]] = "none"
     """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
     expert_ranks: MayChange[PositiveInt] = 1

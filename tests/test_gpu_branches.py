@@ -174,15 +174,14 @@ def test_what_cudnn_takes(monkeypatch, capability, head, lengths, window, cudnn)
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_attention_of_rows(key_heads, scaling):
-    """By a kernel that a CPU has. It is the same as one document after the other."""
+    """By flash attention, which a CPU has, too. It is the same as one document after the other."""
     torch.manual_seed(0)
-    documents = Documents((6, 6, 6), 6, torch.tensor([0, 6, 12, 18], dtype=torch.int32), alike=True)
+    documents = Documents((6, 6, 6), 6, torch.tensor([0, 6, 12, 18], dtype=torch.int32), are_rows=True)
     query = torch.randn(1, 18, 4, 8).transpose(1, 2)
     key, value = torch.randn(2, 1, 18, key_heads, 8).transpose(2, 3).unbind()
     module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
     expected = attention_by_document(module, query, key, value, documents, documents, scaling=scaling)
-    kernel = torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    found = attention_of_rows(query, key, value, documents, scaling, kernel)
+    found = attention_of_rows(query, key, value, documents, scaling)
     assert found.shape == expected.shape == (1, 18, 4, 8)
     assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 

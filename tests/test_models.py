@@ -351,12 +351,20 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
         assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
 
 
-def test_how_many_targets_a_chunk_has():
-    """As many as a trained output layer is wide, which then adds to its gradient less often."""
-    layer = torch.nn.Linear(2048, 97)
-    assert [chunk_size(layer), chunk_size(layer, is_compiled=True)] == [2048, 4096]
-    assert chunk_size(torch.nn.Linear(64, 97)) == 768
-    assert chunk_size(layer.requires_grad_(False)) == 768
+@pytest.mark.parametrize(
+    "case, width, compiled, size",
+    [
+        ("llama", 64, False, 768),
+        ("llama", 2048, False, 2048),
+        ("llama", 8192, False, 4096),
+        ("llama", 64, True, 4096),
+        ("frozen", 2048, True, 768),
+    ],
+)
+def test_how_many_targets_a_chunk_has(case, width, compiled, size):
+    """As many as a trained output layer is wide: it then adds to its gradient less often."""
+    layer = torch.nn.Linear(width, 97).requires_grad_(case != "frozen")
+    assert chunk_size(layer, width, compiled) == size
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ class Documents:
     row_ranks: RowRanks | None = None  # The ranks among which its tokens are divided, if they are.
     # With context parallelism, what this rank has of the row, whose lengths and ends the above remain.
     row_pieces: tuple["RowPiece", ...] = ()
-    alike: bool = False  # Whether all are of one length, a multiple of 128, see attention_of_rows().
+    are_rows: bool = False  # All are of one length, a multiple of 128, see has_cudnn().
     plans_flash: bool = False  # For --plan, which has no GPU to ask: flash attention computes whatever it is made for.
 
 
@@ -87,8 +87,8 @@ def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> Micro
     if joined:
         ends = arrays["ends"].tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(ends)]
-        alike = len(set(lengths)) == 1 and lengths[0] % 128 == 0
-        batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"), alike=alike)
+        are_rows = len(set(lengths)) == 1 and lengths[0] % 128 == 0
+        batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"), are_rows=are_rows)
     return MicroBatch(**batch, learned=np.flatnonzero(arrays["targets"] != -100))
 
 
@@ -123,7 +123,7 @@ def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
         input_ids=torch.cat((batch.input_ids, more_ids), dim=1),
         targets=F.pad(batch.targets, (0, missing), value=-100),
         position_ids=F.pad(batch.position_ids, (0, missing)),
-        documents=replace(documents, lengths=lengths, ends=ends, alike=False),
+        documents=replace(documents, lengths=lengths, ends=ends, are_rows=False),
     )
 
 

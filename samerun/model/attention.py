@@ -129,11 +129,11 @@ def flash_attention(
 
 
 def has_cudnn(query: torch.Tensor, documents: Documents, sliding_window: int | None = None, **options: Any) -> bool:
-    """Whether cuDNN's attention is faster, as on Hopper and Blackwell it is, where has_flash() holds.
+    """Whether to use cuDNN's attention, given has_flash(): it is faster on Hopper, and for Blackwell torch prefers it.
 
-    It knows plain rows only, and plans for each length anew. Rows that are full all have the same one.
+    It takes only rows of one length. For each new length, it makes a plan, so the lengths are to be few.
     """
-    if not query.is_cuda or not documents.alike or query.shape[-1] > 128:
+    if not query.is_cuda or not documents.are_rows or query.shape[-1] > 128:
         return False
     is_recent = torch.cuda.get_device_capability(query.device) in ((9, 0), (10, 0))
     return is_recent and (not sliding_window or documents.longest <= sliding_window)
@@ -145,23 +145,22 @@ def attention_of_rows(
     value: torch.Tensor,
     documents: Documents,
     scaling: float | None = None,
-    kernel: SDPBackend = SDPBackend.CUDNN_ATTENTION,
     **options: Any,
 ) -> torch.Tensor:
     """Documents that are all of one length, as the rows of plain causal attention."""
-    rows = [as_rows(states, -1, documents.longest) for states in (query, key, value)]
-    with sdpa_kernel(kernel):
+    rows = [as_rows(states, documents.longest) for states in (query, key, value)]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         has_groups = query.shape[1] != key.shape[1]
         output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=has_groups)
     return output.transpose(1, 2).flatten(0, 1)[None]
 
 
-def as_rows(states: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """From [1, heads, tokens, head size] to [count, heads, length, head size], by a view alone.
+def as_rows(states: torch.Tensor, length: int) -> torch.Tensor:
+    """From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone.
 
     The gradient of an index or a slice would be a copy in a tensor of zeros.
     """
-    return states.view(states.shape[1], count, length, states.shape[3]).transpose(0, 1)
+    return states.view(states.shape[1], -1, length, states.shape[3]).transpose(0, 1)
 
 
 def causal_mask(
@@ -205,8 +204,9 @@ def attention_by_document(
     if len(runs) > 1:
         parts = zip(query.split(sizes, dim=2), key.split(sizes_seen, dim=2), value.split(sizes_seen, dim=2))
     outputs = []
-    for (length, length_seen, count), of_run in zip(runs, parts):
-        queries, keys, values = (as_rows(states, count, -1) for states in of_run)
+    for (length, length_seen, _), of_run in zip(runs, parts):
+        queries = as_rows(of_run[0], length)
+        keys, values = (as_rows(states, length_seen) for states in of_run[1:])
         if sliding_window and length_seen >= length + sliding_window:
             length_seen = length + sliding_window - 1
             keys, values = keys[:, :, -length_seen:], values[:, :, -length_seen:]

@@ -13,7 +13,7 @@ from samerun.config import Model
 from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
-CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time, see chunk_size().
+CHUNKS = 768, 4096  # With model.chunked_loss, the logits of so many tokens exist at a time, see chunk_size().
 LARGE_VOCABULARY = 4096  # From here on, chunks take about as long as all logits at once, and less memory.
 
 
@@ -49,7 +49,7 @@ def compute_loss(
     if is_compiled:
         token_loss = compiled(token_loss)
     if chunked:
-        return loss_in_chunks(wrapped, batch, token_loss, chunk_size(model.get_output_embeddings(), is_compiled))
+        return loss_in_chunks(wrapped, batch, token_loss, is_compiled)
     loss, metrics = token_loss(wrapped(**model_inputs(model, batch)).logits.flatten(0, 1), batch.targets.flatten())
     return loss, add_up_terms(metrics, batch.source_ends)
 
@@ -61,7 +61,7 @@ def compiles_loss(model: torch.nn.Module, batch: MicroBatch) -> bool:
 
 @functools.cache
 def compiled(token_loss: Callable) -> Callable:
-    """token_loss() as code for any number of tokens, in which the logits in float32 need no memory."""
+    """token_loss() as code for any number of tokens, which never stores the logits in float32."""
     return torch.compile(token_loss, dynamic=True)
 
 
@@ -83,22 +83,22 @@ def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     return inputs
 
 
-def chunk_size(output_layer: torch.nn.Module, is_compiled: bool = False) -> int:
-    """How many targets at a time have logits. Each time, a trained layer adds to a gradient as large as its weights.
+def chunk_size(output_layer: torch.nn.Module, width: int, is_compiled: bool) -> int:
+    """Of how many targets at a time there are logits.
 
-    Logits of as many tokens as the layer is wide have as many numbers. Fewer tokens at a time would save little memory,
-    and take long. Of each logit, compiled code holds less than half.
+    Each chunk adds to the gradient of a trained output layer, which is as large as the layer's weights, and so as the
+    logits of as many tokens as the layer is wide. Smaller chunks save little memory, and add to it more often.
     """
-    weight = output_layer.weight
-    if not weight.requires_grad:
-        return CHUNK
-    return max(CHUNK, weight.shape[1] * (2 if is_compiled else 1))
+    least, most = CHUNKS
+    if not any(parameter.requires_grad for parameter in output_layer.parameters()):
+        return least
+    return most if is_compiled else min(max(least, width), most)
 
 
 def loss_in_chunks(
-    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable, size: int
+    wrapped: torch.nn.Module, batch: MicroBatch, token_loss: Callable, is_compiled: bool
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """token_loss() of `size` targets at a time. All of it happens inside forward(), in one call of each module.
+    """token_loss() of some targets at a time. All of it happens inside forward(), in one call of each module.
 
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
@@ -112,7 +112,10 @@ def loss_in_chunks(
 
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            head_of_chunk = functools.partial(head, outputs)
+            head_of_chunk, size = (
+                functools.partial(head, outputs),
+                chunk_size(output_layer, states.shape[-1], is_compiled),
+            )
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
 
         with patched(output_layer, "forward", loss_of):

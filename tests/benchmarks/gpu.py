@@ -1,6 +1,6 @@
 """Is train.py right on this GPU, and how fast? Prints a table in Markdown.
 
-    python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--steps 12] [--folder FOLDER] [--tiny]
+    python tests/benchmarks/gpu.py [--part PART ...] [--minutes 8.5] [--steps 15] [--folder FOLDER] [--tiny]
 
 attention  flash attention of documents and cuDNN's of rows, forward and backward, against the formula in float64
 check      losses of a small model on the GPU, in float32 and bf16, split otherwise, compiled, against those on the CPU
@@ -22,19 +22,20 @@ save       how long a save of four layers holds up training
 auto       with compile and checkpointing, the largest micro-batch that batch.max_micro_batch_size: auto finds
 
 It runs the real command with the versions that are installed, without any network, and reads metrics.jsonl; timed runs
-are killed after the steps they are for, before they would save. The GPU is time that is paid for, so that the next runs
-start while one is timed: their steps wait until they have the GPU alone (gpu_contenders.py). Those that check losses
-share it. What does not fit into the minutes is left out, and named; give --part for the next slice.
-FOLDER/results.jsonl gets one line for each case. Exit status 1 if a check fails or, on a GPU whose peak is known, if a
-goal is missed: MFU of 50 % with compile, memory within 10 % of the plan, an overhead of 1 %, float8 1.25 times as fast
-as bf16, 12,500 tokens/s with LoRA, packed rows as fast as full ones, and faster than Trainer, TRL and Accelerate's
-loop; 2 if a library is missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows no speed.
+are killed after the steps they are for, before they would save. GPU time costs money, so the next runs start up while
+one is timed, and wait with their steps until it has ended (gpu_contenders.py). Those that check losses share the GPU.
+What does not fit into the minutes is left out, and named; give --part for the next slice. FOLDER/results.jsonl gets one
+line for each case. Exit status 1 if a check fails or, on a GPU whose peak is known, if a goal is missed: MFU of 50 %
+with compile, memory within 10 % of the plan, an overhead of 1 %, float8 1.25 times as fast as bf16, 12,500 tokens/s
+with LoRA, packed rows as fast as full ones, and faster than Trainer, TRL and Accelerate's loop; 2 if a library is
+missing. --tiny shrinks everything, so that it also runs on a CPU, where it shows no speed.
 """
 
 import argparse
 import ast
 import fcntl
 import gzip
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -121,7 +122,7 @@ TINY = Size(
     (1, 70, 6, 6, 3, 150, 20),
 )
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
-AT_ONCE = "--model.chunked_loss", "false"
+CHUNKED, AT_ONCE = ("--model.chunked_loss", "true"), ("--model.chunked_loss", "false")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,11 @@ CHECKS = {
     "check float32": ("no", ()),
     "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
     "check bf16, checkpointing": ("bf16", CHECKPOINTING),
-    "check bf16, chunked loss": ("bf16", ("--model.chunked_loss", "true")),
+    "check bf16, chunked loss": ("bf16", CHUNKED),
+    "check bf16, compile, chunked loss": ("bf16", (*COMPILE, *CHUNKED)),
+    "check CPU, full rows": ("no", ()),
+    "check bf16, full rows": ("bf16", ()),
+    "check bf16, full rows, compile, checkpointing": ("bf16", (*COMPILE, *CHECKPOINTING)),
 }
 FAST = *CHECKS, *LAUNCHERS, "resume", "host"  # Not timed.
 NEEDS = {
@@ -219,7 +224,7 @@ class Bench:
     def start(self, parts: list[str]) -> None:
         """Start what these parts need, in the background: checks as many as there are cores, timed runs in turn."""
         fcntl.flock(self.gate, fcntl.LOCK_EX)
-        self.small_config(), self.tokens(), self.tokens(documents=True)
+        self.small_config(), self.small_config(full=True), self.tokens(), self.tokens(documents=True)
         own = {"resume": self.killed_and_continued, "host": self.count_waits, LORA: self.adapters, "save": self.saves}
         for name in dict.fromkeys(name for part in parts for name in NEEDS.get(part, ())):
             pool = self.checks if name in FAST else self.timed
@@ -236,12 +241,13 @@ class Bench:
                 self.runs[name] = pool.submit(self.measure if name in VARIANTS else self.contender, name)
 
     def result(self, name: str) -> Any:
-        """What a run that start() has started has brought; None, and a note, if it has failed."""
-        try:
+        """What a run that start() has started has brought; None, and a note the first time, if it has failed."""
+        error = self.runs[name].exception()
+        if error is None:
             return self.runs[name].result()
-        except Exception as error:
+        if not any(one.startswith(f"{name}: ") for one in self.failed):
             self.failed.append(f"{name}: {error!r}")
-            return None
+        return None
 
     def release(self) -> None:
         """Let the timed runs have the GPU."""
@@ -345,7 +351,7 @@ class Bench:
             if own is not seen:
                 case += ", a piece of a row"
             self.compare_attention(case, kernel, head, key_heads, own, seen, window)
-        alike = Documents((640, 640), 640, torch.tensor([0, 640, 1280], dtype=torch.int32, device=device), alike=True)
+        rows = Documents((640, 640), 640, torch.tensor([0, 640, 1280], dtype=torch.int32, device=device), are_rows=True)
 
         def of_rows(query, key, value, own, seen, sliding_window=None):
             return attention_of_rows(query, key, value, own)
@@ -353,7 +359,7 @@ class Bench:
         if device == "cuda" and torch.cuda.get_device_capability() in ((9, 0), (10, 0)):
             for head, key_heads in (64, 8), (128, 2):
                 case = f"cuDNN, heads of {head}, {8 // key_heads} to a key"
-                self.compare_attention(case, of_rows, head, key_heads, alike, alike, None)
+                self.compare_attention(case, of_rows, head, key_heads, rows, rows, None)
 
     def compare_attention(
         self, case: str, kernel: Callable, head: int, key_heads: int, own: Any, seen: Any, window: int | None
@@ -378,11 +384,14 @@ class Bench:
         if not errors["kernel"] <= 2 * errors["plain"]:
             self.failed.append(f"{case}: {errors['kernel']:.1e}")
 
-    def small_config(self) -> Path:
-        """A small model, and documents of many lengths that share rows, so that positions are checked, too."""
+    def small_config(self, full: bool = False) -> Path:
+        """A small model, and documents of many lengths that share rows, so that positions are checked, too. With
+        `full`, each is as long as a row."""
         from helpers import VOCABULARY, make_rows, write_config, write_rows
 
-        folder = self.folder / "small"
+        folder, lengths = self.folder / "small", [128 if full else 3 + 7 * i % 300 for i in range(200)]
+        if full:
+            folder = self.folder / "small, full"
         if folder.exists():
             return folder / "config.yaml"
         folder.mkdir()
@@ -395,7 +404,7 @@ class Bench:
                 "run": {"max_steps": SMALL_STEPS, "log_every": 1, "eval_every": 0, "save_every": 0},
                 "batch": {"global_batch_size": 10, "max_micro_batch_size": 10},
                 "data": {
-                    "path": str(write_rows(folder / "rows", make_rows([3 + 7 * i % 300 for i in range(200)]))),
+                    "path": str(write_rows(folder / "rows", make_rows(lengths))),
                     "format": "tokens",
                     "sequence_length": 128,
                 },
@@ -406,8 +415,9 @@ class Bench:
 
     def losses(self, name: str, precision: str = "bf16", overrides: tuple = (), **how) -> list[float] | None:
         """Of the small model."""
-        env = {"CUDA_VISIBLE_DEVICES": ""} if name == "check CPU" else {}
-        lines = self.train(name, self.small_config(), *overrides, precision=precision, env=env, **how)
+        env = {"CUDA_VISIBLE_DEVICES": ""} if "CPU" in name else {}
+        config = self.small_config("full rows" in name)
+        lines = self.train(name, config, *overrides, precision=precision, env=env, **how)
         return lines and [line["train/loss"] for line in lines if "train/loss" in line]
 
     def compare(self, name: str, values: list[float] | None, truth: list[float] | None, bound: float) -> None:
@@ -421,11 +431,11 @@ class Bench:
             self.failed.append(f"{name}: {worst:.1e}")
 
     def check(self) -> None:
-        truth = self.result("check CPU")
         print(f"\n| {SMALL_STEPS} steps of a small model | last loss | difference from the CPU's | bound |")
         print("|---|---|---|---|")
         for name, (precision, _) in CHECKS.items():
-            if name != "check CPU":
+            if "CPU" not in name:
+                truth = self.result("check CPU, full rows" if "full rows" in name else "check CPU")
                 self.compare(name, self.result(name), truth, WORST[precision])
 
     def resume(self) -> None:
@@ -683,7 +693,8 @@ class Bench:
         steps = json.loads(done.stdout.splitlines()[-1])
         steps = {key: values[SKIPPED_STEPS:] for key, values in steps.items()}
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return self.noted(name, steps | {"real_rate": sum(steps["tokens"]) / sum(steps["seconds"])})
+        rates = [tokens / seconds for tokens, seconds in zip(steps["tokens"], steps["seconds"])]
+        return self.noted(name, steps | {"real_rate": median(rates)})
 
     def others(self) -> None:
         """Real tokens per second: padded as Trainer does, packed by TRL, all of one length, and ours on the same."""
@@ -712,7 +723,7 @@ class Bench:
 
     def table(self) -> None:
         """The variants that were measured."""
-        seen = {name: self.runs[name].result() for name in (*VARIANTS, LORA) if name in self.runs}
+        seen = {name: self.result(name) for name in (*VARIANTS, LORA) if name in self.runs}
         seen = {name: run for name, run in seen.items() if run and name != PROFILED}
         if not seen:
             return
@@ -728,6 +739,11 @@ class Bench:
         compiled = [run["mfu"] for name, run in seen.items() if name.startswith("compile") and run["mfu"]]
         if compiled and max(compiled) < 0.5:
             self.failed.append(f"MFU {max(compiled):.1%}, goal 50 %")
+
+
+def commit_of(folder: Path) -> str | None:
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+    return said.stdout.strip() or None
 
 
 def profile_of(run: Path) -> list[dict]:
@@ -799,7 +815,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.5, help="no run starts or goes on after these")
     parser.add_argument("--folder", type=Path, help="kept afterwards, with all output; by default a temporary one")
     parser.add_argument("--micro-batch", type=int, help="rows at once in timed runs; by default 4")
-    parser.add_argument("--steps", type=int, help="of a timed run, the first 3 of which do not count; by default 12")
+    parser.add_argument("--steps", type=int, help="of a timed run, the first 3 of which do not count; by default 15")
     parser.add_argument("--without", nargs="+", default=(), metavar="RUN", help="runs of these parts to leave out")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -817,6 +833,8 @@ def main() -> int:
         f"{name}, {sys.platform}, Python {sys.version.split()[0]}, torch {torch.__version__}, accelerate "
         f"{accelerate.__version__}, transformers {transformers.__version__}"
     )
+    if importlib.util.find_spec("trl"):
+        versions += f", trl {importlib.metadata.version('trl')}"
     print(versions, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -824,7 +842,7 @@ def main() -> int:
         size = TINY if args.tiny else FULL
         size = replace(size, micro_batch=args.micro_batch or size.micro_batch, steps=args.steps or size.steps)
         bench = Bench(folder.resolve(), size, args.minutes)
-        bench.note("machine", versions=versions)
+        bench.note("machine", versions=versions, date=time.strftime("%Y-%m-%d"), commit=commit_of(ROOT))
         parts = sorted(args.part, key=lambda part: part not in UNTIMED)
         bench.lacking |= dict.fromkeys(args.without, "to be asked for")
         bench.start(parts)

@@ -46,9 +46,11 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def take_the_gpu() -> None:
-    """Wait until no other timed run has it. It is given back when this process ends."""
-    fcntl.flock(os.open(os.environ["GPU_GATE"], os.O_RDWR), fcntl.LOCK_EX)
+def take_the_gpu() -> int:
+    """Wait until no other timed run has it. It is given back when this process ends or closes the file returned."""
+    gate = os.open(os.environ["GPU_GATE"], os.O_RDWR)
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    return gate
 
 
 def bare(architecture: dict, tokens: str, rows: int, micro_batch: int, length: int, steps: int) -> dict:
@@ -225,8 +227,12 @@ def trl(architecture: dict, tokens: str, rows: int, micro_batch: int, length: in
 def make_model(architecture: dict, length: int, folder: str) -> dict:
     """Save a model in bf16 with random weights, made on the GPU, where that takes no time."""
     config = transformers.AutoConfig.for_model(**architecture, max_position_embeddings=length)
+    gate = take_the_gpu()
     with torch.device(DEVICE):
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.cpu()
+    os.close(gate)
+    model.save_pretrained(folder)
     return {}
 
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/gpu_picture.py tests/benchmarks/gpu_h200.jsonl .github/gpu.png
 
-Of a case that was measured several times, the last time counts.
+Of a case that was measured several times, the last time counts: what is compared is to be of one call.
 """
 
 import argparse
@@ -24,7 +24,6 @@ BARS = {  # What is compared: for each bar the case, its label, and whether it i
         ("compile, fsdp2.yaml", "train.py: FSDP2, compiled", True),
         ("Accelerate", "Accelerate's loop: FSDP2, compiled", False),
         ("compile", "train.py: compiled", True),
-        ("bare", "a bare torch loop: compiled", False),
         ("eager", "train.py", True),
     ],
 }

@@ -105,6 +105,9 @@ def curves(house: House) -> None:
 
 def compile(house: House) -> None:
     house.drop_definition("compile_model")
+    for function in "loss_in_chunks", "chunk_size":
+        house.drop_parameter(function, "is_compiled", False)
+    house.drop_statements("compute_loss", "is_compiled")
     house.reword(' and config.compile != "full"  # That compiles the whole loss.', "")
     house.drop_setting("model.compile", "none")
     house.reword('torch.compiler.set_stance("force_eager"),', "")
