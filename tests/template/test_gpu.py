@@ -20,6 +20,8 @@ def test_the_gpu_benchmark_runs(tmp_path):
             *command,
             "--minutes",
             "25",
+            "--steps",
+            "5",
             "--part",
             "attention",
             "resume",
