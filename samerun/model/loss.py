@@ -84,7 +84,7 @@ def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
 
 
 def chunk_size(output_layer: torch.nn.Module, width: int, is_compiled: bool) -> int:
-    """Of how many targets at a time there are logits.
+    """How many targets have logits at a time.
 
     Each chunk adds to the gradient of a trained output layer, which is as large as the layer's weights, and so as the
     logits of as many tokens as the layer is wide. Smaller chunks save little memory, and add to it more often.
@@ -112,10 +112,8 @@ def loss_in_chunks(
 
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            head_of_chunk, size = (
-                functools.partial(head, outputs),
-                chunk_size(output_layer, states.shape[-1], is_compiled),
-            )
+            head_of_chunk = functools.partial(head, outputs)
+            size = chunk_size(output_layer, states.shape[-1], is_compiled)
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
 
         with patched(output_layer, "forward", loss_of):
