@@ -315,7 +315,7 @@ def pass_of(model: torch.nn.Module, chunked: bool, bf16: bool = False) -> tuple[
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss, sums = LOSS_OF(model, collate(rows, torch.device("cpu"), joined=True), chunked=chunked)
-    assert sums["loss"] == loss
+    assert sums["loss"].item() == pytest.approx(loss.item(), rel=1e-6)
     loss = loss / 140
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
@@ -351,20 +351,9 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
         assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
 
 
-@pytest.mark.parametrize(
-    "case, width, compiled, size",
-    [
-        ("llama", 64, False, 768),
-        ("llama", 2048, False, 2048),
-        ("llama", 8192, False, 4096),
-        ("llama", 64, True, 4096),
-        ("frozen", 2048, True, 768),
-    ],
-)
-def test_how_many_targets_a_chunk_has(case, width, compiled, size):
-    """As many as a trained output layer is wide: it then adds to its gradient less often."""
-    layer = torch.nn.Linear(width, 97).requires_grad_(case != "frozen")
-    assert chunk_size(layer, width, compiled) == size
+@pytest.mark.parametrize("trained, compiled, size", [(True, False, 768), (True, True, 4096), (False, True, 768)])
+def test_how_many_targets_a_chunk_has(trained, compiled, size):
+    assert chunk_size(torch.nn.Linear(8, 97).requires_grad_(trained), compiled) == size
 
 
 @pytest.mark.slow

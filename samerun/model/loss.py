@@ -13,7 +13,8 @@ from samerun.config import Model
 from samerun.data.batches import MicroBatch, to_device
 from samerun.model.attention import DOCUMENTS
 
-CHUNKS = 768, 4096  # With model.chunked_loss, the logits of so many tokens exist at a time, see chunk_size().
+CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
+COMPILED_CHUNK = 4096  # See chunk_size().
 LARGE_VOCABULARY = 4096  # From here on, chunks take about as long as all logits at once, and less memory.
 
 
@@ -83,16 +84,14 @@ def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     return inputs
 
 
-def chunk_size(output_layer: torch.nn.Module, width: int, is_compiled: bool) -> int:
+def chunk_size(output_layer: torch.nn.Module, is_compiled: bool) -> int:
     """How many targets have logits at a time.
 
-    Each chunk adds to the gradient of a trained output layer, which is as large as the layer's weights, and so as the
-    logits of as many tokens as the layer is wide. Smaller chunks save little memory, and add to it more often.
+    Each chunk adds to the gradient of a trained output layer, which takes as long as the products of some 500 targets.
+    Compiled code holds a third of what the logits take otherwise, so there are to be fewer chunks.
     """
-    least, most = CHUNKS
-    if not any(parameter.requires_grad for parameter in output_layer.parameters()):
-        return least
-    return most if is_compiled else min(max(least, width), most)
+    is_trained = any(parameter.requires_grad for parameter in output_layer.parameters())
+    return COMPILED_CHUNK if is_compiled and is_trained else CHUNK
 
 
 def loss_in_chunks(
@@ -113,7 +112,7 @@ def loss_in_chunks(
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
-            size = chunk_size(output_layer, states.shape[-1], is_compiled)
+            size = chunk_size(output_layer, is_compiled)
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
 
         with patched(output_layer, "forward", loss_of):
