@@ -357,7 +357,7 @@ def test_how_many_targets_a_chunk_has(trained, compiled, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, with_loss", [("regional", True), ("regional", False), ("full", True)])
+@pytest.mark.parametrize("kind, with_loss", [("regional", True), ("full", False)])
 def test_a_chunked_loss_beside_compiled_layers(monkeypatch, kind, with_loss):
     """A second pass compiles nothing more, though forward() is another function in each.
 
