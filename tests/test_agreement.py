@@ -233,6 +233,7 @@ def test_differences():
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_checkpoint_under_the_same_path(config, tmp_path):
     """With FSDP2, the shards of two runs would make a model that nobody has trained."""
     for rank in range(2):

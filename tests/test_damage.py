@@ -578,6 +578,7 @@ def launch(tmp_path, patch, config, *overrides, expect=0, rank=1):
     return done, re.findall("^error: .*", done.output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_not_finite_on_one_rank(whole, tmp_path):
     patch = "test_damage.poison(pytest.MonkeyPatch(), {3}, test_damage.in_the_loss)"
     done, messages = launch(tmp_path, patch, whole[0], expect=1)
