@@ -530,7 +530,7 @@ class Bench:
             precision=variant.precision,
             launcher=variant.launcher and ROOT / "accelerate_configs" / variant.launcher,
             script=(CONTENDERS, "alone"),
-            steps=3 if name == SELDOM else size.steps,
+            steps={SELDOM: 3, PROFILED: 6}.get(name, size.steps),  # The profile of step 5 is written before step 6.
         )
         return lines and self.noted(name, summarize(lines))
 
