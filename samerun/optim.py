@@ -61,15 +61,17 @@ class Guard:
 
     def update(self, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Call the optimizers, unless a value is not finite or too many updates in a row were skipped already."""
-        bad = ~torch.isfinite(loss + grad_norm) | (self.skipped_in_a_row > self.max_skipped_steps)
+        value = loss + grad_norm
+        # As ~isfinite(value), which takes six operations in place of two: infinity minus itself is NaN, too.
+        is_not_finite = value - value != 0
+        bad = is_not_finite | (self.skipped_in_a_row > self.max_skipped_steps)
         self.skipped_steps = self.skipped_steps + bad
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * bad
-        if all(is_fused(optimizer) for optimizer in optimizers):
-            for optimizer in optimizers:
-                optimizer.found_inf = bad.float()
-        elif bad:  # Waits for the device.
-            return
         for optimizer in optimizers:
+            if is_fused(optimizer):
+                optimizer.found_inf = bad.float()
+            elif bad:  # Waits for the device.
+                continue
             optimizer.step()
 
     def read(self) -> tuple[int, int]:

@@ -235,4 +235,5 @@ def patched(owner: torch.nn.Module, name: str, value: Any):
 def add_metrics(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
     """Add the values of the same name, without their gradients."""
     for name, value in more.items():
-        total[name] = total.get(name, 0.0) + value.detach()
+        value = value.detach()
+        total[name] = total[name] + value if name in total else value

@@ -80,10 +80,10 @@ class SourceMetrics:
 
     def take(self, summed: dict[str, torch.Tensor], targets: dict[str, int]) -> None:
         """Move the sums of the sources out of those of a step, in which each source has so many targets."""
-        for source in targets:
+        for source, count in targets.items():
             for name in [name for name in summed if name.endswith(f"/{source}")]:
                 add_metrics(self.sums, {name: summed.pop(name)})
-        self.targets.update(targets)
+            self.targets[source] += count
 
     def note(self, progress: Progress) -> None:
         """Let the next checkpoint hold them. Waits for the device."""

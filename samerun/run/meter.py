@@ -77,7 +77,7 @@ class Meter:
         """Note a complete step, with its rows and tokens."""
         self.enter(self.phase)
         if self.warm:
-            self.counts.update(counts, steps=1)
+            self.counts.update(counts | {"steps": 1})
         self.tokens += counts["tokens"]
         self.warm = True
 
