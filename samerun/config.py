@@ -172,7 +172,7 @@ class Data(Source):
     token_dtype: Literal["uint16", "uint32"] | None = None
     """Type of the tokens in files .bin or .npy that do not tell it."""
     drop_nulls: bool = False
-    """Leave out rows whose document is null, such as an empty cell of a .csv. Otherwise they end the run."""
+    """Leave out documents that are null, such as an empty cell of a .csv. Otherwise they end the run."""
     chat_template: Location | None = None
     """File with a Jinja chat template to use in place of the tokenizer's own."""
     chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] | None = None

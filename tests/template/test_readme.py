@@ -25,6 +25,7 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, run, tiny_config
 from shipped import CONFIGS, LAUNCHERS
 from torch.distributed.run import get_args_parser
+from warm import environments
 
 import train
 from samerun.cli import load_config
@@ -133,9 +134,14 @@ class Launched:
     settings: tuple[str, ...]
 
 
+def in_words(command: str) -> str:
+    """With numbers in place of the shell's variables."""
+    return re.sub(r"\$\(\(.*?\)\)|\$\w+", "2", command)
+
+
 def parse(command: str) -> Launched:
     """Raises SystemExit if the launcher does not take its options."""
-    words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "2", command))
+    words = shlex.split(in_words(command))
     is_torchrun = words[0] == "torchrun"
     parser = get_args_parser() if is_torchrun else launch_command_parser()
     args = parser.parse_args(words[1 if is_torchrun else 2 :])
@@ -154,6 +160,22 @@ def test_launches_parse(command):
     """Accelerate or torchrun takes the command, and asks train.py for settings that exist."""
     launched = parse(command)
     load_config(["--config", str(ROOT / launched.config), *launched.settings])
+
+
+@pytest.mark.parametrize("command", [command for command in LAUNCHES if "--config_file" in command])
+def test_launches_are_not_refused(command, monkeypatch, capsys):
+    """The config that ships suits the launcher file: nothing that cannot be combined, and heads that can be divided."""
+    if "fp8" in command:
+        pytest.importorskip("torchao")  # Accelerate's launcher asks for it.
+    launcher, _, _ = in_words(command).partition(" train.py ")
+    environment, *_ = environments({"launcher": shlex.split(launcher)[2:], "script": ["train.py"]})
+    for name, value in environment.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            monkeypatch.setenv(name, value)
+    launched = parse(command)
+    plan = [] if "--plan" in launched.settings else ["--plan", environment.get("WORLD_SIZE", "1")]
+    code = train.main(["--config", str(ROOT / launched.config), *launched.settings, *plan])
+    assert code == 0, capsys.readouterr().err
 
 
 def different_runs() -> list[Launched]:
@@ -245,9 +267,9 @@ STAND_INS = {
 }
 
 
-@pytest.mark.parametrize("status", ["stopped", "finished"])
+@pytest.mark.parametrize("status", ["stopped", "finished", "failed"])
 def test_slurm_script(tmp_path, status):
-    """Each node launches with its own rank, and only a run that was stopped goes back into the queue."""
+    """Each node launches with its own rank. A run that was stopped goes back into the queue, one that failed fails."""
     [script] = [block for block in blocks("bash") if "#SBATCH" in block]
     for name, body in STAND_INS.items():
         path = tmp_path / "bin" / name
@@ -265,7 +287,8 @@ def test_slurm_script(tmp_path, status):
         "SLURM_JOB_ID": "17",
     }
     script = script.replace("/path/to/this/folder", str(tmp_path))
-    subprocess.run(["bash", "-c", script], env=os.environ | environment, timeout=60)
+    done = subprocess.run(["bash", "-c", script], env=os.environ | environment, timeout=60)
+    assert (done.returncode != 0) == (status == "failed")
     launched = (tmp_path / "launched").read_text().splitlines()
     assert len(launched) == 2
     for rank, command in enumerate(launched):
