@@ -241,7 +241,7 @@ def on_layout(folder: Path, config: dict, layout: str, change: str, *overrides, 
     return launch(folder, config, *settings, *overrides, **how)
 
 
-@pytest.mark.parametrize("layout", slow_but("pipeline, tensor", of=LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but("FSDP2", of=LAYOUTS))
 def test_every_layout_writes_the_same_model(tmp_path, layout):
     """In several files and, rounding aside, with the weights and the logits of one process."""
     config = config_of(tmp_path, LAYOUTS[layout][0])
@@ -260,6 +260,7 @@ def test_every_layout_writes_the_same_model(tmp_path, layout):
     assert contents(one.folder / "model").keys() == {"model.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_leaves_the_old_model(tmp_path):
     """The launch after it exports."""
     config = config_of(tmp_path, "qwen3_moe")

@@ -71,6 +71,7 @@ def truth(in_float32, tmp_path_factory):
     return config, train_reference(config, lambda step: steps[step - 1], optimizers=muon_and_adamw)
 
 
+@pytest.mark.slow
 def test_muon_equals_the_plain_loop(truth, tmp_path):
     """On one process, and continued from its middle on two: both optimizers' states are in the checkpoint."""
     config, did = truth

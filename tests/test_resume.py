@@ -868,7 +868,7 @@ def patient(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "moment", slow_but("micro-batch", "killed", of=["micro-batch", "prompt", "killed", "killed when logged"])
+    "moment", slow_but("micro-batch", of=["micro-batch", "prompt", "killed", "killed when logged"])
 )
 def test_stopped_while_it_evaluates(patient, tmp_path, monkeypatch, moment):
     """At the best evaluation, at the one with which patience ends, or at one without a checkpoint of its step. Nothing

@@ -171,7 +171,7 @@ LAYOUTS = {
     "experts x PP": ("tied experts", 4, layout(FSDP2, pp=2, ep=2)),
     "FSDP2 x TP x PP": ("llama", 8, layout(FSDP2, tp=2, pp=2)),
 }
-QUICK = "FSDP2", "TP"
+QUICK = ("FSDP2",)
 KINDS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "experts": EXPERTS}
 KINDS["tied experts"] = EXPERTS | {"tie_word_embeddings": True}
 
