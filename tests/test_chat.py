@@ -19,7 +19,7 @@ from samerun.config import Config, Data, Model
 from samerun.data.documents import load_documents
 from samerun.data.tokenize import tokenize
 from samerun.errors import UserError
-from samerun.model.tokenizer import end_of_turn, load_tokenizer
+from samerun.model.tokenizer import end_of_turn, load_tokenizer, stop_after_turns
 from samerun.run.sample import encode_prompt
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -265,9 +265,66 @@ def test_tools_that_are_none(made):
 
 
 def test_an_assistant_that_neither_speaks_nor_calls(made):
-    """An empty turn would be learned."""
-    with pytest.raises(UserError, match="row 0, counted from 0: UndefinedError"):
-        made([chat(("user", "a"), ("assistant", None))], chat_template=CHATML)
+    """An empty turn would be learned. Many templates write one."""
+    for row in chat(("user", "a"), ("assistant", None)), chat(("user", None), ("assistant", "a")):
+        with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a message has role, and no content"):
+            made([row], "qwen3.jinja")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "text": "b"}]}
+    with pytest.raises(UserError, match="a message has role, text, and no content"):
+        made([row], chat_template=CHATML)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
+    """It would leave them out, and a turn that calls one would be empty."""
+    (tmp_path / "template").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    row = with_call(ARGUMENTS, None) if is_called else chat(*TALK, tools=[WEATHER])
+    with pytest.raises(UserError, match="the chat template does not write the function weather; name another"):
+        made([row], chat_template=str(tmp_path / "template"))
+
+
+LATER = {
+    "macro": "{% macro f(m) %}GENERATION{% endmacro %}{% for m in messages %}{{ f(m) }}{% endfor %}",
+    "set": "{% for m in messages %}{% set said %}GENERATION{% endset %}{{ said }}{% endfor %}",
+    "filter": "{% for m in messages %}{% filter string %}GENERATION{% endfilter %}{% endfor %}",
+    "recursive": "{% for m in messages recursive %}GENERATION{% endfor %}",
+    "at once": "{% set a = 1 %}{% for m in messages %}GENERATION{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("way", LATER)
+def test_generation_blocks_whose_text_is_written_later(made, tmp_path, way):
+    """transformers counts from where the text is made, so that other characters would be learned."""
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    block = f"<{{{{ m.role }}}}>{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{block}{{% endif %}}"
+    prompt = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "template").write_text(LATER[way].replace("GENERATION", block) + prompt)
+    [pieces] = made([chat(*TALK)], chat_template=str(tmp_path / "template"))
+    told = [f"<{role}>" + (content if role == "user" else "") for role, content in TALK]
+    answers = [content for role, content in TALK if role == "assistant"]
+    assert pieces[1::2] == answers and "".join(pieces[::2]) == "".join(told)
+
+
+def test_a_template_that_refuses_a_short_answer(made, tmp_path, capsys):
+    """Of its own making: the messages of the data have what the template wants."""
+    text = "{% for m in messages %}{{ m.name + ': ' + m.content }}{% endfor %}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path / "tokenizer", text))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1))
+    ends = model.generation_config.eos_token_id
+    stop_after_turns(model, tokenizer)
+    assert model.generation_config.eos_token_id == ends
+    assert (
+        "The chat template refuses a short answer ('dict object' has no attribute 'name')." in capsys.readouterr().out
+    )
+
+
+def test_a_template_for_tools_beside_the_default(tmp_path):
+    """TRL's template takes the place of the default alone."""
+    both = {"default": (TEMPLATES / "qwen3.jinja").read_text(), "tool_use": "{{ messages }} {{ tools }}"}
+    name = byte_tokenizer(tmp_path / "tokenizer", both)
+    tokenizer = load_tokenizer(Data(files="a", format="chat", tokenizer=name, special_tokens=MARKERS), Model())
+    assert tokenizer.chat_template["tool_use"] == both["tool_use"]
+    assert "{% generation %}" in tokenizer.chat_template["default"]
 
 
 # Pairs, and variables of the template ---------------------------------------------------------------------------------

@@ -498,7 +498,10 @@ def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
     config = chat_config(tmp_path, [GOOD] * 199 + [bad])
     done = launch(tmp_path, config, processes=None, warm=True, expect=2)
     [message] = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert "cannot use messages as chat: row 199, counted from 0: UndefinedError: " in message
+    assert (
+        "cannot use messages as chat: row 199, counted from 0: ValueError: a message has role, and no content"
+        in message
+    )
 
 
 @pytest.mark.parametrize("packing, counts", [("none", "3 of 5"), ("concat", "2 of 4"), ("best_fit", "2 of 4")])

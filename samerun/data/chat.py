@@ -1,8 +1,9 @@
 """Conversations: what a chat template makes of messages, and which of it is learned."""
 
+import functools
 import itertools
 import json
-import re
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -17,6 +18,9 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
 
 
 ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+
+
+INSTEAD_OF_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # What an assistant's turn may have.
 
 
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
@@ -68,12 +72,24 @@ def tokenize_turns(
         learned = [number for number in learned if number == speaks[-1]]
     turns = [{name: part for name, part in turn.items() if name not in ("train", "weight")} for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
+    check_functions(text, turns, tools)
     is_said = np.zeros(len(text), bool)
     for begin, end in spans:
         is_said[begin:end] = True
     said_before = running_sum(is_said)
     ids, begins, ends = encoder.conversation(text)
     return ids, said_before[begins] < said_before[ends]
+
+
+def check_functions(text: str, turns: list[dict[str, Any]], tools: list[dict] | None) -> None:
+    """Raises ValueError if the text lacks a function that may be called, or that is. Many templates know of none."""
+    for one in itertools.chain(tools or [], *(turn.get("tool_calls", []) for turn in turns)):
+        function = one.get("function", one)
+        name = function.get("name") if isinstance(function, dict) else None
+        if name and str(name) not in text:
+            raise ValueError(
+                f"the chat template does not write the function {name}; name another in data.chat_template"
+            )
 
 
 def is_to_learn(turn: dict[str, Any]) -> bool:
@@ -128,8 +144,40 @@ def span_of_turn(
     return len(before), len(until)
 
 
+@functools.cache
 def marks_turns(template: str) -> bool:
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
+    """Whether generation blocks of the template tell what the assistant says.
+
+    transformers loses their places within a block whose text is written later than it is made, such as a macro.
+    """
+    open_blocks, found = [], False
+    try:
+        for first, *others in tags_of(template):
+            is_later = first in ("macro", "call", "filter") or (first == "set" and "=" not in others)
+            if is_later or first == "for":
+                open_blocks.append(is_later or "recursive" in others)
+            elif first in ("endmacro", "endcall", "endfilter", "endset", "endfor"):
+                open_blocks.pop()
+            elif first == "generation":
+                if any(open_blocks):
+                    return False
+                found = True
+    except (jinja2.TemplateSyntaxError, IndexError):  # To render it says where.
+        return False
+    return found
+
+
+def tags_of(template: str) -> Iterator[list[str]]:
+    """The words and signs of each tag {% ... %} of a template."""
+    words = None
+    for _, kind, value in jinja2.Environment().lex(template):
+        if kind == "block_begin":
+            words = []
+        elif kind == "block_end":
+            yield words
+            words = None
+        elif words is not None and kind in ("name", "operator"):
+            words.append(value)
 
 
 def render(
@@ -195,6 +243,8 @@ def check_turn(turn: dict[str, Any]) -> None:
         raise ValueError(f"a message has the role {role!r}; write {usual!r}")
     if isinstance(content, (int, float)):
         raise ValueError(f"a message has the content {content!r}, which is no text; quote it")
+    if content is None and role in ("system", "user", "assistant") and INSTEAD_OF_CONTENT.isdisjoint(turn):
+        raise ValueError(f"a message has {', '.join(turn)}, and no content")  # Its empty turn would be learned.
 
 
 def call_of(call: Any) -> dict[str, Any]:

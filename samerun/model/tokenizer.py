@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from samerun.config import Config, Data, Model
 from samerun.data.chat import accepted_turns, marks_turns, render, tokenize_turns
 from samerun.data.encode import Encoder
-from samerun.errors import UserError, as_user_error, require, say
+from samerun.errors import UserError, as_user_error, one_line, require, say
 
 
 def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokenizerBase | None:
@@ -57,7 +57,8 @@ def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> N
     from trl.chat_template_utils import get_training_chat_template  # Not at the top of the file: it takes two seconds.
 
     try:
-        tokenizer.chat_template = get_training_chat_template(tokenizer)
+        training = get_training_chat_template(tokenizer)
+        tokenizer.chat_template = found | {"default": training} if isinstance(found, dict) else training
         say("The tokenizer's chat template does not mark what the assistant says. TRL's training template replaces it.")
     except ValueError:  # TRL does not know it.
         say(
@@ -133,7 +134,11 @@ def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[li
 
 def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Let generate() stop at the end of the assistant's turn, here and in the exported model."""
-    end = end_of_turn(tokenizer)
+    try:
+        end = end_of_turn(tokenizer)
+    except Exception as error:  # It may want keys of a message that those of the data have.
+        say(f"The chat template refuses a short answer ({one_line(error)}). So the model will not stop by itself.")
+        return
     if end is None:
         _, rest = answer_and_rest(tokenizer)
         problem = "by text that is no special token of the tokenizer"
