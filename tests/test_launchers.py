@@ -65,6 +65,28 @@ CASES = {  # Launcher file, its options for fewer processes; then how many proce
     "FSDP2": ("fsdp2", (), (2, 3)),
     "HSDP": ("hsdp", ("--num_machines", 1), (4, 2)),
 }
+VISION = {  # Gemma 3 for text and images, whose weights for images no text uses.
+    "model_type": "gemma3",
+    "text_config": {
+        "vocab_size": 384,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+}
 IMMEDIATE = "--batch.accumulation", "immediate"
 
 
@@ -232,3 +254,16 @@ def test_two_machines_without_a_common_run_folder(config, tmp_path):
 def test_refused_under_fsdp2(config, tmp_path, setting, message):
     output = launch(tmp_path, config, "fsdp2", *setting, expect=None, warm=True).output
     assert re.findall("^error: .*", output, re.M) == [f"error: {message}"]
+
+
+@pytest.mark.slow
+def test_weights_that_no_text_uses(tmp_path):
+    """DDP waits for their gradients. FSDP2 gives the run of one process, which leaves them as they are."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 3, 0
+    config["model"] = {"architecture": VISION}
+    done = launch(tmp_path, config, "multi_gpu", "--run.output_dir", tmp_path / "ddp", expect=1)
+    assert "error: model: some of its weights are not used for text" in done.output
+    assert "fsdp2.yaml" in done.output and "Traceback" not in done.output.partition("error: ")[0]
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    assert difference(launch(tmp_path, config, "fsdp2").weights, one.weights) < 1e-5

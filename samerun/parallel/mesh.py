@@ -94,6 +94,10 @@ class Parallelism:
             fill_weights(model, self.accelerator.device)
         elif self.accelerator.mixed_precision != "no":
             self.plugin.mixed_precision_policy = BF16_POLICY
+        if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
+            # transformers may name layers that the model lacks, as for Gemma 3, and Accelerate refuses those.
+            present = {type(module).__name__ for module in model.modules()}
+            self.plugin.transformer_cls_names_to_wrap = sorted(present.intersection(model._no_split_modules or []))
         wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         if self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)

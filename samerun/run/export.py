@@ -17,6 +17,7 @@ import torch
 import transformers
 from accelerate.utils import gather_object
 from huggingface_hub import split_torch_state_dict_into_shards
+from torch.distributed.fsdp import FSDPModule
 from transformers.core_model_loading import revert_weight_conversion
 
 from samerun.config import Config
@@ -109,6 +110,7 @@ def write_weights(
     ranks: int = 1,
 ) -> None:
     """Write the files of `planned`, see without_storage(), and their index. All ranks call it with the same names."""
+    model = with_own_class(model)
     layers = by_layer([name for name in planned if name not in (model._keys_to_ignore_on_save or ())])
     saved = {}  # What the files have of a layer: maybe other names, or several for one weight.
     for layer, names in layers.items():
@@ -135,6 +137,16 @@ def write_weights(
         numbers = sum(tensor.numel() for tensor in tensors.values())
         index = {"metadata": {"total_parameters": numbers, **split.metadata}, "weight_map": file_of}
         replace_file(folder / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True))
+
+
+def with_own_class(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """By its name, transformers knows what the weights are called in files. FSDP2 gives a model another class."""
+    if not isinstance(model, FSDPModule):
+        return model
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    own = kind.__new__(kind)
+    own.__dict__.update(model.__dict__)
+    return own
 
 
 def by_layer(names: list[str]) -> dict[str, list[str]]:

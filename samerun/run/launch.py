@@ -259,6 +259,11 @@ def out_of_memory_explained(step: int, plan: Plan):
     try:
         yield
     except RuntimeError as error:
+        if "parameters that were not used in producing loss" in str(error):  # DDP says so in the pass after it.
+            problem = (
+                "some of its weights are not used for text, as those for images, and DDP waits for their gradients"
+            )
+            raise UserError(f"model: {problem}; take accelerate_configs/fsdp2.yaml") from error
         if not memory.should_reduce_batch_size(error):
             raise
         advice = "that is one row: lower data.sequence_length, set model.gradient_checkpointing, or shard the model"
