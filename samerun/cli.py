@@ -184,11 +184,12 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
             has_value = value and not value.startswith("--")
             require(is_setting and has_value, "not --section.field VALUE")
             override(settings, name[2:], value)
-            given += [f"{name[2:]}:", f"{name[2:]}."]  # So may begin what is said about it.
+            given.append(name[2:])
         return kind.model_validate(settings), args.plan
     except ValidationError as error:
         problems = describe(error, kind)
-        is_given = problems.startswith(tuple(given))
+        setting, _, _ = problems.partition(":")  # The one that was given, a part of it, or what it is a part of.
+        is_given = any(f"{setting}.".startswith(f"{name}.") or f"{name}.".startswith(f"{setting}.") for name in given)
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)

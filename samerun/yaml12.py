@@ -1,7 +1,6 @@
 """YAML as people read it: version 1.2, in which 1e-4 is a number and 010 is ten."""
 
 import re
-from collections.abc import Hashable
 from typing import IO, Any
 
 import yaml
@@ -25,14 +24,16 @@ class Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {first: list(resolvers) for first, resolvers in KEPT.items()}
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """As a file has it: what is merged into it later may have the same keys."""
+        node, seen = super().compose_mapping_node(anchor), set()
         for key_node, _ in node.value:
-            key = key_node.value
-            if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key}", key_node.start_mark)
-            seen.add(key if isinstance(key, str) else id(key_node))
-        return super().construct_mapping(node, deep)
+            key, is_merge = key_node.value, key_node.tag == "tag:yaml.org,2002:merge"
+            if isinstance(key, str) and not is_merge:
+                if key in seen:
+                    raise yaml.composer.ComposerError(None, None, f"found duplicate key {key}", key_node.start_mark)
+                seen.add(key)
+        return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         text = node.value.replace("_", "")

@@ -323,6 +323,18 @@ def test_overrides(load, words, path, value):
     assert at(load(*words), path) == value
 
 
+def test_a_merge_of_a_merge(load):
+    """What is merged may give a key that stands beside it, also where the merge itself has one."""
+    text = GOOD.replace("llama", "llama, a: &a {x: 1, y: 1}, b: &b {<<: *a, y: 2}, c: {<<: *b, x: 3}")
+    found = load(text=text).model.architecture
+    assert (found["b"], found["c"]) == ({"x": 1, "y": 2}, {"x": 3, "y": 2})
+
+
+def test_a_mistake_within_a_list_is_one_of_the_command_line(load):
+    with pytest.raises(UserError, match="^command line: batch.warmup: "):
+        load("--batch.warmup.0.rows", "3")
+
+
 def test_an_override_changes_only_what_it_names(load):
     """Also where the file uses one mapping twice, by a YAML anchor."""
     text = GOOD.replace("llama", "llama, text: &same {size: 1}, image: *same")

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from reference import shuffled
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import is_fake
 from transformers import LlamaForCausalLM
 
@@ -260,6 +261,15 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     assert done.status == {"status": "failed", "step": last_logged, "saved_step": 4, "reason": reason}
     assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
     assert same(helpers.run(tmp_path, config).weights, reference.weights)
+
+
+def test_a_model_that_is_not_finite(tmp_path):
+    config = helpers.tiny_config(tmp_path)
+    config["data"]["packing"] = "concat"
+    weights = tmp_path / "start" / "model.safetensors"
+    save_file({name: tensor * math.nan for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    done = helpers.run(tmp_path, config, expect=2)
+    assert "error: model: the loss is nan before any step; check the weights of model.pretrained" in done.output
 
 
 # A fused optimizer decides on the device, and for one that is not (muon) the host does.

@@ -113,6 +113,12 @@ def test_lines_of_json_by_any_name(tmp_path, name):
     assert texts(str(tmp_path / name)) == ["one", "two"]
 
 
+def test_columns_that_datasets_takes_for_traces_of_agents(tmp_path):
+    names = "id", "source", "model", "system_prompt", "messages"
+    (tmp_path / "x.jsonl").write_text(json.dumps(dict.fromkeys(names, "a") | {"messages": []}) + "\n")
+    assert load_source(Source(files=str(tmp_path / "x.jsonl"))).column_names == list(names)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.zip", "a.jsonl.tar.gz", "a.zip", "a.tar.gz", "a-2.0.zip"])
 def test_an_archive_tells_by_its_name_what_is_in_it(tmp_path, name):
     """Otherwise the lines of JSON in it would be learned as one text."""

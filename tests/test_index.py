@@ -516,3 +516,4 @@ def test_other_code_makes_other_rows(tmp_path):
     other_tokens = {Path(room).stem for room, (_, own_tokens) in found.items() if own_tokens != tokens}
     of_tokens = {"order", "sources", "text_files", "token_files", "documents", "encode", "chat", "tokenize"}
     assert other_tokens == of_tokens and other_rows == of_tokens | {"rows", "overlap", "index"}
+    assert len(list((tmp_path / "cache" / "train-documents").iterdir())) == 2  # Another text_files.py reads anew.

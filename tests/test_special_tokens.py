@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from helpers import ROOT, run, tiny_config
 from test_evaluation import LONG, SHORT, TOKENIZERS, WORDS, saved
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
+from samerun.model.token_bytes import measure_tokens
 from samerun.model.tokenizer import load_tokenizer
 from samerun.run.sample import encode_prompt
 
@@ -58,6 +60,17 @@ def test_what_a_text_says_is_text(tokenizer):
         assert tokenizer.decode(ids).lstrip(" ") == text
     for text, ids in zip(SAID, Encoder(tokenizer, parse=True).texts(SAID)):
         assert ids == tokenizer(text)["input_ids"] and tokenizer.eos_token_id in ids
+
+
+def test_a_tokenizer_without_a_token_for_what_it_does_not_know(tmp_path):
+    """It raises an error for the names of its own special tokens, if they are text."""
+    bare = Tokenizer(models.WordLevel({"A": 0, "C": 1, "<eos>": 2}))
+    bare.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    bare.add_special_tokens(["<eos>"])
+    config = Data(files="a", tokenizer=str(saved(tmp_path / "tokenizer", bare, eos_token="<eos>")))
+    tokenizer = load_tokenizer(config, Model())
+    assert Encoder(tokenizer).texts(["ACCA"]) == [[0, 1, 1, 0]]
+    assert measure_tokens(config, tokenizer, 3, torch.device("cpu")) is None
 
 
 def test_other_texts_have_the_tokens_of_the_tokenizer(tokenizer):

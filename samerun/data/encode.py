@@ -92,8 +92,7 @@ class Encoder:
         usual = {other: name for name, other in self.said.items()}
         parts, first, last, at = [], [], [np.zeros(1, np.int64)], 0
         names = self.written | usual
-        matches = [*any_of(names).finditer(text)] if names else []
-        for match in matches:
+        for match in any_of(names).finditer(text):
             part = names[match[0]]
             parts += [text[at : match.start()], part]
             first += [np.arange(at, match.start()), np.full(len(part), match.start())]
@@ -107,12 +106,19 @@ class Encoder:
     def needs_twin(self) -> bool:
         """Whether the tokenizer makes a special token also of text that is not to be parsed, as Unigram models do."""
         special = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        texts = [text for name in self.written for text in (name, f"a{name}a")]
-        read = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"] if texts else []
+        read = [self.ids_of_text(text) for name in self.written for text in (name, f"a{name}a")]
         ids = set(self.tokenizer.convert_tokens_to_ids(list(self.written))) - {self.tokenizer.unk_token_id}
         found = any(not ids.isdisjoint(tokens) for tokens in read)
         require(not found or self.tokenizer.is_fast, f"{CANNOT}; take a fast one, or data.parse_special_tokens: true")
         return found or (self.tokenizer.is_fast and any(token.normalized for token in special))
+
+    def ids_of_text(self, text: str) -> list[int]:
+        """The ids of a text that is not to be parsed. None if the tokenizer has no token for it, not even one for what
+        it does not know."""
+        try:
+            return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        except Exception:  # tokenizers raises nothing more exact.
+            return []
 
     @cached_property
     def twin(self) -> tokenizers.Tokenizer:

@@ -3,6 +3,7 @@
 import bisect
 import fnmatch
 import glob
+import inspect
 import itertools
 import json
 import os
@@ -20,8 +21,8 @@ import datasets
 import pandas as pd
 
 from samerun.config import Source
+from samerun.data import text_files
 from samerun.data.stdlib_chats import write_stdlib_chats
-from samerun.data.text_files import leaving_texts
 from samerun.errors import as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
@@ -137,7 +138,7 @@ def load_source(source: Source) -> datasets.Dataset:
         if local:
             cache = cache_of(local)
             builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
-            builder = leaving_texts(builder, cache)
+            builder = text_files.leaving_texts(builder, cache)
         return read(builder, source.split)
 
 
@@ -151,7 +152,7 @@ DOCUMENT_CACHE = "train-documents"
 
 def cache_of(files: list[str]) -> str:
     """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone."""
-    return str(data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files)))
+    return str(data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files), inspect.getsource(text_files)))
 
 
 def stamps_of(files: list[str]) -> list[Any]:
@@ -273,7 +274,9 @@ def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     cache = cache_of(local) if local else None
     # As datasets itself reads the .tsv of a folder.
     kind, options = ("csv", {"sep": "\t"}) if builder == "tsv" else (builder, {})
-    return leaving_texts(datasets.load_dataset_builder(kind, data_files=names, cache_dir=cache, **options), cache)
+    return text_files.leaving_texts(
+        datasets.load_dataset_builder(kind, data_files=names, cache_dir=cache, **options), cache
+    )
 
 
 def first_bad_file(builder: str, files: list[str]) -> str:

@@ -90,7 +90,7 @@ def has_flash(
     return in_16_bits and fits_flash(query, value, dropout)
 
 
-def fits_flash(query: torch.Tensor, value: torch.Tensor, dropout: float = 0.0, **options: Any) -> bool:
+def fits_flash(query: torch.Tensor, value: torch.Tensor, dropout: float = 0.0) -> bool:
     """Whether flash attention is made for heads of this size."""
     head = query.shape[-1]
     return head == value.shape[-1] and head % 8 == 0 and head <= 256 and not dropout

@@ -50,7 +50,10 @@ def measure_tokens(
 
     Tokenizers write bytes in one of two ways. The right one is that by which the tokens of TEXTS add up to these texts.
     """
-    texts = tokenizer(list(TEXTS), add_special_tokens=False)["input_ids"]
+    try:
+        texts = tokenizer(list(TEXTS), add_special_tokens=False)["input_ids"]
+    except Exception:  # It has no token for what it does not know, and tokenizers raises nothing more exact.
+        return None
     if not all(texts):
         return None
     count = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
