@@ -64,7 +64,7 @@ def sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path))
+    return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
 
 
 def replace_file(path: Path, text: str, lasting: bool = True) -> None:
@@ -86,6 +86,7 @@ def replace_folder(draft: Path, final: Path) -> None:
         sync(path)
     hidden = final.with_name(f".{final.name}.old.tmp")
     if os.path.lexists(final):
+        delete(hidden)  # A process may have been killed while it deleted that.
         os.replace(final, hidden)
     os.replace(draft, final)
     sync(final.parent)

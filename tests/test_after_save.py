@@ -62,6 +62,19 @@ def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
     assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and slow.failures == 0
 
 
+def test_its_environment(tmp_path, monkeypatch):
+    """The command is one process, and no rank. The checkpoints may have a disk of their own."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "disk" / "step-1").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    one = AfterSave(f'echo "$RUN_FOLDER $WORLD_SIZE$RANK$MASTER_ADDR" > {tmp_path / "told"}')
+    one.begin(tmp_path / "run" / "checkpoints" / "step-1")
+    one.finish()
+    assert (tmp_path / "told").read_text() == f"{tmp_path / 'run'} \n" and one.failures == 0
+
+
 def test_only_the_main_process_runs_it(tmp_path, monkeypatch, slow):
     monkeypatch.setenv("RANK", "1")
     other = AfterSave("touch " + str(tmp_path / "other"))

@@ -130,6 +130,7 @@ def test_killed_in_the_warmup(truth, tmp_path):
         (("max_tokens", 47 * 24 + 1), 10),
         (("max_tokens", 300 * 24), 35),  # 9 steps for 47 rows, and 26 for the other 253.
         (("max_tokens", 307 * 24 + 1), 36),
+        (("max_epochs", 1e-12), 1),
         (("max_epochs", 1.0), 6),  # 12 + 7 + 4 of 7
         (("max_epochs", 2.0), 9),  # 46 of 47
         (("max_epochs", 47 / 23), 9),

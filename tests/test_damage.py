@@ -13,8 +13,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import helpers
@@ -32,7 +34,8 @@ from samerun.meeting import Meeting
 from samerun.optim import Guard
 from samerun.run.checkpoint import find_checkpoint, progress_in
 from samerun.run.folder import RunFolder
-from samerun.run.launch import StopSignal
+from samerun.run.launch import StopSignal, report
+from samerun.run.logs import draw_curves
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +264,67 @@ def test_not_finite_stop(whole, tmp_path, monkeypatch, how, log_every):
     assert done.status == {"status": "failed", "step": last_logged, "saved_step": 4, "reason": reason}
     assert all(tensor.isfinite().all() for tensor in tensors(done.folder / "checkpoints" / "step-00000004").values())
     assert same(helpers.run(tmp_path, config).weights, reference.weights)
+
+
+def test_a_file_that_may_only_be_read():
+    """A checksum leaves it as it is: of another user, on a disk that is mounted read-only, or empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "weights"
+        for content in b"a" * 5000, b"":
+            path.write_bytes(content)
+            path.chmod(0o444)
+            user = os.geteuid()
+            if user == 0:
+                os.seteuid(65534)  # Root may write everywhere.
+            try:
+                assert files.checksum(path) == zlib.crc32(content)
+            finally:
+                os.seteuid(user)
+            path.chmod(0o644)
+        assert path.read_bytes() == b""
+
+
+def test_a_folder_whose_last_replacement_was_killed(tmp_path):
+    for name in "model", ".model.old.tmp", "draft":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    files.replace_folder(tmp_path / "draft", tmp_path / "model")
+    assert (tmp_path / "model" / "weights").read_text() == "draft" and os.listdir(tmp_path) == ["model"]
+
+
+def test_curves_of_a_line_that_a_full_disk_has_cut(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "tr')
+    draw_curves(tmp_path)
+    assert capsys.readouterr().out.startswith("curves.png could not be drawn: ")
+
+
+def test_no_memory_outside_of_a_step(capsys):
+    """Such as for the weights of a model that is too large."""
+    assert report(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")) == 1
+    assert "the model does not fit: shard it" in capsys.readouterr().err
+
+
+def test_a_sample_of_a_model_that_is_not_finite(tmp_path):
+    """The step after it ends the run."""
+    config = helpers.tiny_config(tmp_path)
+    settings = "--optim.learning_rate", 1e10, "--optim.warmup_steps", 0, "--run.eval_every", 1, "--eval.prompts", "[a]"
+    done = helpers.run(tmp_path, config, *settings, expect=1)
+    assert re.search(r"^error: the loss or gradient norm of step \d+ is not finite", done.output, re.M), done.output
+
+
+def test_weights_of_another_model_begin_a_run(whole, tmp_path):
+    """Such as for longer rows. Their shapes do not tell, so the run does."""
+    config, done = whole
+    first = done.folder / "checkpoints" / "step-00000006"
+    shutil.copytree(config["model"]["pretrained"], tmp_path / "other")
+    settings = json.loads((tmp_path / "other" / "config.json").read_text())
+    settings["rope_parameters"]["rope_theta"] = 5e5
+    (tmp_path / "other" / "config.json").write_text(json.dumps(settings))
+    done = helpers.run(tmp_path, config, "--model.pretrained", tmp_path / "other", "--run.init_from", first)
+    assert re.search(
+        r"^run.init_from: the model of these weights has another rope\S+theta: 10000.0 ", done.output, re.M
+    )
 
 
 def test_a_model_that_is_not_finite(tmp_path):

@@ -282,6 +282,14 @@ def plans(tmp_path, capsys, monkeypatch):
     return plans
 
 
+def test_a_wrong_section_of_fsdp(plans, monkeypatch):
+    """As FSDP1 had it."""
+    set_fsdp2(monkeypatch)
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
+    _, printed = plans(4, status=2)
+    assert "error: launch: the FSDP section of the launcher file cannot be used" in printed
+
+
 LLAMA_ALONE = {"pretrained": None, "architecture": {"model_type": "llama", "vocab_size": 384}}
 FIVE = {"max_tokens": None, "max_steps": 5}
 REFUSED_BY_CONFIG = {

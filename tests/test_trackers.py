@@ -13,6 +13,8 @@ import pytest
 from helpers import Done, launch, run, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from samerun.run.trackers import saying_failures
+
 KILL_AFTER = 7  # Steps. The last checkpoint before that is of step 5.
 ENDED = f"""
 import os, signal, sys, time
@@ -172,3 +174,15 @@ def test_an_option_that_does_not_exist(tmp_path):
     output = run(tmp_path, config, expect=2).output
     assert re.search("error: run.trackers: cannot start one of them; see run.tracker_options: .*no_such", output)
     assert os.path.exists(tmp_path / "a run" / "status.json")
+
+
+def test_a_tracker_that_fails(capsys):
+    """The run goes on. That is said once."""
+
+    def fails(metrics, step):
+        raise ConnectionError("no route to host")
+
+    track = saying_failures(fails)
+    for step in 1, 2:
+        track({"train/loss": 1.0}, step=step)
+    assert capsys.readouterr().out == "run.trackers: no route to host. The run goes on; this is said once.\n"

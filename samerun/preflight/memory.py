@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
-from samerun.errors import require
+from samerun.errors import as_user_error, require
 from samerun.model.build import number_of_experts, outlined_model, vocabulary_size
 from samerun.model.loss import joins_documents, wants_chunks
 from samerun.model.small import with_layers
@@ -39,7 +39,8 @@ class PlannedLaunch:
         self.plan_stages, self.loss_of = plan_stages, loss_of  # Those of train.py.
         self.is_sharded, self.plugin = is_sharded or uses_fsdp(), None
         if self.is_sharded:
-            self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp() else 2)
+            with as_user_error("launch: the FSDP section of the launcher file cannot be used"):
+                self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp() else 2)
             is_known = self.plugin.fsdp_version == 2
             require(is_known, "launch: FSDP is not supported; take another file of accelerate_configs/")
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -6,6 +6,12 @@ import threading
 from pathlib import Path
 
 from samerun.errors import is_main_process, one_line, say
+from samerun.meeting import OF_A_LAUNCH
+
+
+def without_launch() -> dict[str, str]:
+    """The environment for a program that the run starts, which is one process, and no rank."""
+    return {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
 
 
 class Background:
@@ -70,12 +76,12 @@ class AfterSave(Background):
         self.command = command
 
     def run(self, checkpoint: Path) -> None:
-        path = checkpoint.resolve()
+        path = checkpoint.absolute()  # The folder of the run may have a link to that of its checkpoints.
         places = {"CHECKPOINT": str(path), "RUN_FOLDER": str(path.parent.parent)}
         done = subprocess.run(
             self.command,
             shell=True,
-            env=os.environ | places,
+            env=without_launch() | places,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

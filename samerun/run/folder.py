@@ -241,10 +241,10 @@ class RunFolder:
                 with open(self.path / "metrics.jsonl", "a") as file:
                     file.write(json.dumps({"step": step, **metrics}) + "\n")
                 self.log_status(step)
-            self.track(known, step=step)
         except OSError as error:  # A checkpoint may have another disk, or others may make room in time.
             self.failure = self.failure or error
             StopSignal.requested = "a disk that fails"
+        self.track(known, step=step)
 
     def raise_log_failure(self) -> None:
         """Raises what went wrong with a log line. All ranks have saved by now: the status notes it."""

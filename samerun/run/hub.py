@@ -13,8 +13,7 @@ import huggingface_hub
 from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
 from samerun.files import replace_file
-from samerun.meeting import OF_A_LAUNCH
-from samerun.run.after_save import Background
+from samerun.run.after_save import Background, without_launch
 from samerun.run.checkpoint import Progress, step_of
 from samerun.yaml12 import to_yaml
 
@@ -45,11 +44,9 @@ class PushCheckpoints(Background):
             model = Path(draft) / "model"
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
             words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", model]
-            # The export is one process, and no rank.
-            environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
             done = subprocess.run(
                 [sys.executable, script, *map(str, words)],
-                env=environment,
+                env=without_launch(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

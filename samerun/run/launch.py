@@ -298,6 +298,9 @@ def report(error: BaseException) -> int:
         # the same error, and the main process may be late. What it has said already is not said again.
         is_said = not is_main_process() and (isinstance(error, AgreedError) or getattr(error, "is_said", False))
         time.sleep(15 if lost or not (is_said or dist.is_initialized()) else 5)
+    if isinstance(error, RuntimeError) and memory.should_reduce_batch_size(error):
+        advice = "if it is at the start, the model does not fit: shard it, see --plan"
+        error = MemoryError(f"out of memory outside of the passes of a step ({one_line(error)}); {advice}")
     disk = isinstance(error, OSError | SafetensorError)
     expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)
     if not (disk or lost or expected):

@@ -23,14 +23,14 @@ def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
     """curves.png from metrics.jsonl: loss, throughput and learning rate against tokens.
 
     A picture that is younger than so many seconds is left: to draw takes half a second, and longer in a long run. One
-    that cannot be written, such as on a full disk, is no reason to end the run.
+    that cannot be drawn, as on a full disk, which also cuts lines of metrics.jsonl, is no reason to end the run.
     """
     picture = folder / "curves.png"
     try:
         if picture.exists() and time.time() - picture.stat().st_mtime < at_most_every:
             return
         draw_picture(folder / "metrics.jsonl", picture)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         say(f"curves.png could not be drawn: {one_line(error)}")
 
 

@@ -68,7 +68,9 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     run = setup.config.run
     if checkpoint is None:
         if run.init_from:
-            verify_checkpoint(Path(run.init_from), setup.folder.meeting)
+            manifest = verify_checkpoint(Path(run.init_from), setup.folder.meeting)
+            for difference in changes_of_model(manifest.get("model", {}), record["model"]):
+                say(f"run.init_from: the model of these weights has another {difference}.")
             load_checkpoint(Path(run.init_from), setup.parallel, setup.wrapped, [])
         return Progress()
 
@@ -99,16 +101,20 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
 
 def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError if the transformers config is another one, but for what another version of transformers adds."""
-    common = before.keys() & now.keys() if isinstance(before, dict) else set()
-    common = {name for name in common if name.rpartition(".")[2] not in OF_NO_MODEL}
-    changed = [
-        f"  {name}: {before[name]!r} in the checkpoint, {now[name]!r} now"
-        for name in sorted(common)
-        if before[name] != now[name]
-    ]
+    changed = [f"  {difference}" for difference in changes_of_model(before, now)]
     advice = "Choose a new run.output_dir, or continue with it: --run.allow_changes '[model.pretrained]'"
     told = [f"{path} is of a model with another config:", *changed, advice]
     require(not changed, "\n".join(told))
+
+
+def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Of two transformers configs, for what both of them have."""
+    common = before.keys() & now.keys() if isinstance(before, dict) else set()
+    return [
+        f"{name}: {before[name]!r} in the checkpoint, {now[name]!r} now"
+        for name in sorted(common)
+        if name.rpartition(".")[2] not in OF_NO_MODEL and before[name] != now[name]
+    ]
 
 
 def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:

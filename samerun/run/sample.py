@@ -88,6 +88,7 @@ def sample(setup: Setup, stop: StopSignal) -> dict[str, str]:
                 temperature=config.temperature or None,
                 max_new_tokens=config.max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id or 0,
+                remove_invalid_values=True,  # The step after this one says that the model is not finite any more.
             )
         is_chat = setup.config.data.format == "chat"  # Show where its turns begin and end.
         text = tokenizer.decode(ids[0], skip_special_tokens=not is_chat)

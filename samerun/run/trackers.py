@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from samerun.config import Run
-from samerun.errors import as_user_error
+from samerun.errors import as_user_error, one_line, say
 from samerun.files import replace_file
 from samerun.run.folder import RunFolder
 
@@ -48,7 +49,7 @@ def start_trackers(
     accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
     with as_user_error("run.trackers: cannot start one of them; see run.tracker_options"):
         accelerator.init_trackers(project, init_kwargs=options)
-    folder.track = accelerator.log
+    folder.track = saying_failures(accelerator.log)
     if not accelerator.is_main_process:
         return
     for tracker in accelerator.trackers:
@@ -60,6 +61,22 @@ def start_trackers(
             ids[tracker.name] = OWN_IDS[tracker.name][1](tracker.tracker)
     if accelerator.trackers:
         replace_file(note, json.dumps(ids))
+
+
+def saying_failures(track: Callable) -> Callable:
+    """What a tracker raises is said once, and ends nothing: metrics.jsonl has it all."""
+    is_said = False
+
+    def tracked(metrics: dict[str, Any], step: int) -> None:
+        nonlocal is_said
+        try:
+            track(metrics, step=step)
+        except Exception as error:  # Each tracker has its own.
+            if not is_said:
+                say(f"run.trackers: {one_line(error)}. The run goes on; this is said once.")
+            is_said = True
+
+    return tracked
 
 
 def read_ids(note: Path) -> dict[str, str]:
