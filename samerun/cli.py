@@ -189,7 +189,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
     except ValidationError as error:
         problems = describe(error, kind)
         setting, _, _ = problems.partition(":")  # The one that was given, a part of it, or what it is a part of.
-        is_given = any(f"{setting}.".startswith(f"{name}.") or f"{name}.".startswith(f"{setting}.") for name in given)
+        is_given = any(f"{setting}.".startswith(f"{name}.") for name in given)
+        is_given |= "." in setting and any(f"{name}.".startswith(f"{setting}.") for name in given)
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)

@@ -64,12 +64,12 @@ def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
 
 def test_its_environment(tmp_path, monkeypatch):
     """The command is one process, and no rank. The checkpoints may have a disk of their own."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "disk" / "step-1").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
-    one = AfterSave(f'echo "$RUN_FOLDER $WORLD_SIZE$RANK$MASTER_ADDR" > {tmp_path / "told"}')
+    one = AfterSave(f'echo "$RUN_FOLDER $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP" > {tmp_path / "told"}')
     one.begin(tmp_path / "run" / "checkpoints" / "step-1")
     one.finish()
     assert (tmp_path / "told").read_text() == f"{tmp_path / 'run'} \n" and one.failures == 0

@@ -259,6 +259,12 @@ def test_a_call_without_arguments(made, arguments):
     assert '{"name": "now", "arguments": {}}' in pieces[1]
 
 
+def test_no_calls(made):
+    """Arrow may give each message the list of another one, which is empty."""
+    row = chat(("user", "a"), ("assistant", "b", {"tool_calls": []}))
+    assert made([row], "qwen3.jinja") == made([chat(("user", "a"), ("assistant", "b"))], "qwen3.jinja")
+
+
 def test_tools_that_are_none(made):
     with pytest.raises(UserError, match="row 0, counted from 0: ValueError: tools has .*the JSON schemas of functions"):
         made([chat(*TALK, tools=["weather"])], chat_template=CHATML)
@@ -269,6 +275,9 @@ def test_an_assistant_that_neither_speaks_nor_calls(made):
     for row in chat(("user", "a"), ("assistant", None)), chat(("user", None), ("assistant", "a")):
         with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a message has role, and no content"):
             made([row], "qwen3.jinja")
+    row = chat(("user", "a"), ("assistant", None, {"tool_calls": [], "reasoning_content": ""}))
+    with pytest.raises(UserError, match="a message has role, tool_calls, reasoning_content, and no content"):
+        made([row], "qwen3.jinja")
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "text": "b"}]}
     with pytest.raises(UserError, match="a message has role, text, and no content"):
         made([row], chat_template=CHATML)
@@ -278,8 +287,9 @@ def test_an_assistant_that_neither_speaks_nor_calls(made):
 def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
     """It would leave them out, and a turn that calls one would be empty."""
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
-    row = with_call(ARGUMENTS, None) if is_called else chat(*TALK, tools=[WEATHER])
-    with pytest.raises(UserError, match="the chat template does not write the function weather; name another"):
+    row = with_call(ARGUMENTS, None) if is_called else chat(("user", "How is the weather?"), *TALK[1:], tools=[WEATHER])
+    what = "tool_calls" if is_called else "tools"
+    with pytest.raises(UserError, match=f"the chat template does not write {what}; name another"):
         made([row], chat_template=str(tmp_path / "template"))
 
 
@@ -288,8 +298,19 @@ LATER = {
     "set": "{% for m in messages %}{% set said %}GENERATION{% endset %}{{ said }}{% endfor %}",
     "filter": "{% for m in messages %}{% filter string %}GENERATION{% endfilter %}{% endfor %}",
     "recursive": "{% for m in messages recursive %}GENERATION{% endfor %}",
+    "set by a filter": "{% for m in messages %}{% set said | indent(width=0) %}GENERATION{% endset %}"
+    "{{ said }}{% endfor %}",
     "at once": "{% set a = 1 %}{% for m in messages %}GENERATION{% endfor %}",
 }
+
+
+def test_a_tokenizer_with_generation_blocks_in_a_macro(tmp_path, capsys):
+    """TRL says that nothing need be done about them."""
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    text = LATER["macro"].replace("GENERATION", f"<{{{{ m.role }}}}>{block}")
+    name = byte_tokenizer(tmp_path / "tokenizer", text)
+    tokenizer = load_tokenizer(Data(files="a", format="chat", tokenizer=name, special_tokens=MARKERS), Model())
+    assert tokenizer.chat_template == text and "by what a turn adds to the text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("way", LATER)

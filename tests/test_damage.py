@@ -322,9 +322,7 @@ def test_weights_of_another_model_begin_a_run(whole, tmp_path):
     settings["rope_parameters"]["rope_theta"] = 5e5
     (tmp_path / "other" / "config.json").write_text(json.dumps(settings))
     done = helpers.run(tmp_path, config, "--model.pretrained", tmp_path / "other", "--run.init_from", first)
-    assert re.search(
-        r"^run.init_from: the model of these weights has another rope\S+theta: 10000.0 ", done.output, re.M
-    )
+    assert re.search(r"^run.init_from: the model of these weights differs in rope\S+theta: 10000.0 ", done.output, re.M)
 
 
 def test_a_model_that_is_not_finite(tmp_path):

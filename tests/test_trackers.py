@@ -13,7 +13,7 @@ import pytest
 from helpers import Done, launch, run, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from samerun.run.trackers import saying_failures
+from samerun.run.trackers import log_to_each
 
 KILL_AFTER = 7  # Steps. The last checkpoint before that is of step 5.
 ENDED = f"""
@@ -177,12 +177,22 @@ def test_an_option_that_does_not_exist(tmp_path):
 
 
 def test_a_tracker_that_fails(capsys):
-    """The run goes on. That is said once."""
+    """The others get all, and the run goes on. That is said once."""
 
-    def fails(metrics, step):
-        raise ConnectionError("no route to host")
+    class Fails:
+        name = "wandb"
 
-    track = saying_failures(fails)
+        def log(self, metrics, step):
+            raise ConnectionError("no route to host")
+
+    class Works:
+        name, steps = "tensorboard", []
+
+        def log(self, metrics, step):
+            self.steps.append(step)
+
+    log = log_to_each([Fails(), Works()])
     for step in 1, 2:
-        track({"train/loss": 1.0}, step=step)
-    assert capsys.readouterr().out == "run.trackers: no route to host. The run goes on; this is said once.\n"
+        log({"train/loss": 1.0}, step=step)
+    assert capsys.readouterr().out == "run.trackers: wandb: no route to host. The run goes on; this is said once.\n"
+    assert Works.steps == [1, 2]

@@ -20,7 +20,7 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 
 
-INSTEAD_OF_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # What an assistant's turn may have.
+INSTEAD_OF_CONTENT = "tool_calls", "reasoning_content", "reasoning", "thinking"  # What an assistant's turn may have.
 
 
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
@@ -72,7 +72,7 @@ def tokenize_turns(
         learned = [number for number in learned if number == speaks[-1]]
     turns = [{name: part for name, part in turn.items() if name not in ("train", "weight")} for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
-    check_functions(text, turns, tools)
+    check_functions(text, turns, encoder, tools)
     is_said = np.zeros(len(text), bool)
     for begin, end in spans:
         is_said[begin:end] = True
@@ -81,15 +81,17 @@ def tokenize_turns(
     return ids, said_before[begins] < said_before[ends]
 
 
-def check_functions(text: str, turns: list[dict[str, Any]], tools: list[dict] | None) -> None:
-    """Raises ValueError if the text lacks a function that may be called, or that is. Many templates know of none."""
-    for one in itertools.chain(tools or [], *(turn.get("tool_calls", []) for turn in turns)):
-        function = one.get("function", one)
-        name = function.get("name") if isinstance(function, dict) else None
-        if name and str(name) not in text:
-            raise ValueError(
-                f"the chat template does not write the function {name}; name another in data.chat_template"
-            )
+def check_functions(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
+    """Raises ValueError if the text is the same without tools, or without their calls: many templates know neither."""
+    silent = [{name: part for name, part in turn.items() if name != "tool_calls"} for turn in turns]
+    has_calls = any(turn.get("tool_calls") for turn in turns)
+    same = []
+    if tools and rendered(turns, encoder) == text:
+        same.append("tools")
+    if has_calls and rendered(silent, encoder, tools) == text:
+        same.append("tool_calls")
+    if same:
+        raise ValueError(f"the chat template does not write {' and '.join(same)}; name another in data.chat_template")
 
 
 def is_to_learn(turn: dict[str, Any]) -> bool:
@@ -138,8 +140,9 @@ def span_of_turn(
     until, _ = render(turns[: number + 1], encoder, tools)
     if not (until.startswith(before) and text.startswith(until)):
         raise ValueError(
-            f"the chat template has no generation blocks, and it writes message {number}, counted from 0, or what is "
-            "before it in another way if more follows; name a template with the blocks in data.chat_template"
+            "the chat template has no generation blocks, or has them in a macro or the like, and it writes message "
+            f"{number}, counted from 0, or what is before it in another way if more follows; name a template with the "
+            "blocks in data.chat_template"
         )
     return len(before), len(until)
 
@@ -153,7 +156,8 @@ def marks_turns(template: str) -> bool:
     open_blocks, found = [], False
     try:
         for first, *others in tags_of(template):
-            is_later = first in ("macro", "call", "filter") or (first == "set" and "=" not in others)
+            is_block = "=" not in itertools.takewhile(lambda word: word != "(", others)
+            is_later = first in ("macro", "call", "filter") or (first == "set" and is_block)
             if is_later or first == "for":
                 open_blocks.append(is_later or "recursive" in others)
             elif first in ("endmacro", "endcall", "endfilter", "endset", "endfor"):
@@ -162,7 +166,7 @@ def marks_turns(template: str) -> bool:
                 if any(open_blocks):
                     return False
                 found = True
-    except (jinja2.TemplateSyntaxError, IndexError):  # To render it says where.
+    except (jinja2.TemplateSyntaxError, ValueError, IndexError):  # To render it says where.
         return False
     return found
 
@@ -192,6 +196,14 @@ def render(
         **options,
     )
     return text, spans[0] if spans else []
+
+
+def rendered(*what: Any) -> str | None:
+    """The text of render(); None if the template refuses."""
+    try:
+        return render(*what)[0]
+    except Exception:  # Whatever the template makes of it.
+        return None
 
 
 def accepted_turns(turns: list[dict[str, Any]], encoder: Encoder) -> list[dict[str, Any]]:
@@ -243,7 +255,8 @@ def check_turn(turn: dict[str, Any]) -> None:
         raise ValueError(f"a message has the role {role!r}; write {usual!r}")
     if isinstance(content, (int, float)):
         raise ValueError(f"a message has the content {content!r}, which is no text; quote it")
-    if content is None and role in ("system", "user", "assistant") and INSTEAD_OF_CONTENT.isdisjoint(turn):
+    says_more = role == "assistant" and any(turn.get(name) for name in INSTEAD_OF_CONTENT)
+    if content is None and role in ("system", "user", "assistant") and not says_more:
         raise ValueError(f"a message has {', '.join(turn)}, and no content")  # Its empty turn would be learned.
 
 

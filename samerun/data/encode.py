@@ -113,8 +113,8 @@ class Encoder:
         return found or (self.tokenizer.is_fast and any(token.normalized for token in special))
 
     def ids_of_text(self, text: str) -> list[int]:
-        """The ids of a text that is not to be parsed. None if the tokenizer has no token for it, not even one for what
-        it does not know."""
+        """The ids of a text that is not to be parsed. An empty list if the tokenizer has no token for it, not even one
+        for what it does not know."""
         try:
             return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         except Exception:  # tokenizers raises nothing more exact.

@@ -75,7 +75,7 @@ READERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}
 
 
 # By default, datasets takes words such as None and NA in a .csv for empty cells, and if rows have a cell more than the
-# header, it shifts the columns. Conversations with some other columns it takes for the traces of agents.
+# header, it shifts the columns. Local conversations with some other columns it would take for traces of agents.
 READING = {
     "csv": {"keep_default_na": False, "na_values": [""], "index_col": False},
     "json": {"parse_agent_traces": False},

@@ -58,9 +58,12 @@ def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> N
 
     try:
         training = get_training_chat_template(tokenizer)
+    except ValueError:  # TRL does not know it.
+        training = None
+    if training:  # Otherwise TRL finds the blocks that the template has, which marks_turns() does not take.
         tokenizer.chat_template = found | {"default": training} if isinstance(found, dict) else training
         say("The tokenizer's chat template does not mark what the assistant says. TRL's training template replaces it.")
-    except ValueError:  # TRL does not know it.
+    else:
         say(
             "The chat template does not mark what the assistant says. It is found in each conversation by what a turn "
             "adds to the text."

@@ -96,8 +96,11 @@ class Parallelism:
             self.plugin.mixed_precision_policy = BF16_POLICY
         if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
             # transformers may name layers that the model lacks, as for Gemma 3, and Accelerate refuses those.
-            present = {type(module).__name__ for module in model.modules()}
-            self.plugin.transformer_cls_names_to_wrap = sorted(present.intersection(model._no_split_modules or []))
+            named = set(model._no_split_modules or [])
+            present = named & {type(module).__name__ for module in model.modules()}
+            advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
+            require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(named)}; {advice}")
+            self.plugin.transformer_cls_names_to_wrap = sorted(present)
         wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         if self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)

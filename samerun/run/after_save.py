@@ -8,10 +8,14 @@ from pathlib import Path
 from samerun.errors import is_main_process, one_line, say
 from samerun.meeting import OF_A_LAUNCH
 
+# What launchers set for their ranks, or how such names begin.
+LAUNCHED = (*OF_A_LAUNCH, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
+LAUNCHED += ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
+
 
 def without_launch() -> dict[str, str]:
     """The environment for a program that the run starts, which is one process, and no rank."""
-    return {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
 
 
 class Background:

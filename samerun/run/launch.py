@@ -260,10 +260,8 @@ def out_of_memory_explained(step: int, plan: Plan):
         yield
     except RuntimeError as error:
         if "parameters that were not used in producing loss" in str(error):  # DDP says so in the pass after it.
-            problem = (
-                "some of its weights are not used for text, as those for images, and DDP waits for their gradients"
-            )
-            raise UserError(f"model: {problem}; take accelerate_configs/fsdp2.yaml") from error
+            problem = "some weights got no gradient, as those for images get none from text, and DDP waits for all"
+            raise UserError(f"model: {problem}; take accelerate_configs/fsdp2.yaml: {one_line(error)}") from error
         if not memory.should_reduce_batch_size(error):
             raise
         advice = "that is one row: lower data.sequence_length, set model.gradient_checkpointing, or shard the model"
@@ -298,8 +296,8 @@ def report(error: BaseException) -> int:
         # the same error, and the main process may be late. What it has said already is not said again.
         is_said = not is_main_process() and (isinstance(error, AgreedError) or getattr(error, "is_said", False))
         time.sleep(15 if lost or not (is_said or dist.is_initialized()) else 5)
-    if isinstance(error, RuntimeError) and memory.should_reduce_batch_size(error):
-        advice = "if it is at the start, the model does not fit: shard it, see --plan"
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = "if no step was made, the model does not fit: shard it, see --plan"
         error = MemoryError(f"out of memory outside of the passes of a step ({one_line(error)}); {advice}")
     disk = isinstance(error, OSError | SafetensorError)
     expected = isinstance(error, UserError | ArithmeticError | MemoryError | KeyboardInterrupt)

@@ -70,7 +70,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
         if run.init_from:
             manifest = verify_checkpoint(Path(run.init_from), setup.folder.meeting)
             for difference in changes_of_model(manifest.get("model", {}), record["model"]):
-                say(f"run.init_from: the model of these weights has another {difference}.")
+                say(f"run.init_from: the model of these weights differs in {difference}.")
             load_checkpoint(Path(run.init_from), setup.parallel, setup.wrapped, [])
         return Progress()
 

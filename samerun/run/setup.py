@@ -145,7 +145,7 @@ def check_documents(setup: Setup) -> None:
     with torch.compiler.set_stance("force_eager"):  # No code need be made for such short rows.
         packed, alone = loss_of(row), loss_of(row[:, :4], row[:, 4:])
     setup.wrapped.train()
-    advice = "check the weights of model.pretrained, or run.init_from"
+    advice = "check the weights of model.pretrained"
     require(math.isfinite(alone), f"model: the loss is {alone:g} before any step; {advice}")
     is_exact = precision == "no" and setup.accelerator.device.type == "cpu"
     same = is_same_loss(setup.model, packed, alone) if is_exact else abs(packed - alone) <= 1e-2 * abs(alone)

@@ -49,7 +49,7 @@ def start_trackers(
     accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
     with as_user_error("run.trackers: cannot start one of them; see run.tracker_options"):
         accelerator.init_trackers(project, init_kwargs=options)
-    folder.track = saying_failures(accelerator.log)
+    folder.track = log_to_each(accelerator.trackers)
     if not accelerator.is_main_process:
         return
     for tracker in accelerator.trackers:
@@ -63,20 +63,20 @@ def start_trackers(
         replace_file(note, json.dumps(ids))
 
 
-def saying_failures(track: Callable) -> Callable:
-    """What a tracker raises is said once, and ends nothing: metrics.jsonl has it all."""
-    is_said = False
+def log_to_each(trackers: list[Any]) -> Callable:
+    """What logs to all of these. What one raises is said once, and ends nothing: metrics.jsonl has it all."""
+    failed = set()
 
-    def tracked(metrics: dict[str, Any], step: int) -> None:
-        nonlocal is_said
-        try:
-            track(metrics, step=step)
-        except Exception as error:  # Each tracker has its own.
-            if not is_said:
-                say(f"run.trackers: {one_line(error)}. The run goes on; this is said once.")
-            is_said = True
+    def log(metrics: dict[str, Any], step: int) -> None:
+        for tracker in trackers:
+            try:
+                tracker.log(metrics, step=step)
+            except Exception as error:  # Each tracker has its own.
+                if tracker.name not in failed:
+                    say(f"run.trackers: {tracker.name}: {one_line(error)}. The run goes on; this is said once.")
+                failed.add(tracker.name)
 
-    return tracked
+    return log
 
 
 def read_ids(note: Path) -> dict[str, str]:

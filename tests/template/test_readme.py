@@ -263,13 +263,14 @@ def test_the_same_run_on_one_and_on_two_processes(tmp_path, texts):
 STAND_INS = {
     "scontrol": 'if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; else echo "$*" >> requeued; fi',
     "srun": 'for rank in 0 1; do SLURM_NODEID=$rank "$@"; done',
-    "accelerate": 'echo "accelerate $*" >> launched',
+    "accelerate": 'echo "accelerate $*" >> launched; [ ! "$STATUS" ] || echo "$STATUS" > runs/pretrain_1b/status.json',
 }
 
 
-@pytest.mark.parametrize("status", ["stopped", "finished", "failed"])
+@pytest.mark.parametrize("status", ["stopped", "finished", "failed", "refused"])
 def test_slurm_script(tmp_path, status):
-    """Each node launches with its own rank. A run that was stopped goes back into the queue, one that failed fails."""
+    """Each node launches with its own rank. A run that was stopped goes back into the queue. A job fails with its run,
+    and with a launch that is refused: that leaves the status as it was."""
     [script] = [block for block in blocks("bash") if "#SBATCH" in block]
     for name, body in STAND_INS.items():
         path = tmp_path / "bin" / name
@@ -279,16 +280,17 @@ def test_slurm_script(tmp_path, status):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
     (tmp_path / "runs" / "pretrain_1b").mkdir(parents=True)
-    (tmp_path / "runs" / "pretrain_1b" / "status.json").write_text(json.dumps({"status": status, "step": 2}))
+    (tmp_path / "runs" / "pretrain_1b" / "status.json").write_text(json.dumps({"status": "stopped", "step": 1}))
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_JOB_ID": "17",
+        "STATUS": "" if status == "refused" else json.dumps({"status": status, "step": 2}),
     }
     script = script.replace("/path/to/this/folder", str(tmp_path))
     done = subprocess.run(["bash", "-c", script], env=os.environ | environment, timeout=60)
-    assert (done.returncode != 0) == (status == "failed")
+    assert (done.returncode != 0) == (status in ("failed", "refused"))
     launched = (tmp_path / "launched").read_text().splitlines()
     assert len(launched) == 2
     for rank, command in enumerate(launched):
