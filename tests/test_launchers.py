@@ -8,10 +8,12 @@ import subprocess
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
 import pytest
+import transformers
 from helpers import (
     ROOT,
     Done,
@@ -25,6 +27,9 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
+
+from samerun.errors import UserError
+from samerun.parallel.mesh import Parallelism
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -267,3 +272,13 @@ def test_weights_that_no_text_uses(tmp_path):
     assert "fsdp2.yaml" in done.output and "Traceback" not in done.output.partition("error: ")[0]
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
     assert difference(launch(tmp_path, config, "fsdp2").weights, one.weights) < 1e-5
+
+
+def test_a_model_without_the_layers_that_are_to_be_sharded(tmp_path):
+    """FSDP2 would gather all of it at once."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))
+    model._no_split_modules = ["OtherLayer"]
+    layout, plugin = SimpleNamespace(is_sharded=True), SimpleNamespace(transformer_cls_names_to_wrap=None)
+    parallel = SimpleNamespace(layout=layout, plugin=plugin, accelerator=SimpleNamespace(mixed_precision="no"))
+    with pytest.raises(UserError, match="launch: FSDP2 finds no layers called OtherLayer; name them in"):
+        Parallelism.prepare_by_accelerate(parallel, model, [])

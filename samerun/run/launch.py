@@ -255,7 +255,8 @@ def reseed(seed: int) -> None:
 
 
 @contextmanager
-def out_of_memory_explained(step: int, plan: Plan):
+def failures_explained(step: int, plan: Plan):
+    """What a user can do about a step that finds no memory, or whose gradients DDP waits for in vain."""
     try:
         yield
     except RuntimeError as error:
