@@ -3,13 +3,18 @@
 import errno
 import os
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import datasets
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tqdm import std
 from tqdm.auto import tqdm
+
+# tqdm's own lock is one of all processes. A worker that is killed while it has it would let the others wait for ever.
+std.tqdm.set_lock(threading.RLock())
 
 LOST = ("onnection", "Timed out waiting")  # In what gloo says, whose errors are plain RuntimeErrors.
 

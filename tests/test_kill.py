@@ -678,6 +678,25 @@ def test_a_signal_while_documents_are_tokenized(slow, tmp_path, number, words):
         assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}
 
 
+DIES_WITH_THE_LOCK = """
+import os, signal
+from tqdm.auto import tqdm
+from samerun.errors import say
+say("first")
+if (child := os.fork()) == 0:
+    tqdm.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+say("second")
+"""
+
+
+def test_a_worker_that_is_killed_while_it_draws_a_bar():
+    """Nobody waits for the lock that it has taken with it."""
+    command = sys.executable, "-c", DIES_WITH_THE_LOCK
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == "first\nsecond\n"
+
+
 def wait_for_line(file: Path, line: str) -> None:
     deadline = time.monotonic() + 60
     while not file.exists() or line not in file.read_text():
