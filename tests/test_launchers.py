@@ -8,7 +8,6 @@ import subprocess
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -29,7 +28,7 @@ from helpers import (
 )
 
 from samerun.errors import UserError
-from samerun.parallel.mesh import Parallelism
+from samerun.parallel.fsdp import names_of_layers
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -278,7 +277,5 @@ def test_a_model_without_the_layers_that_are_to_be_sharded(tmp_path):
     """FSDP2 would gather all of it at once."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))
     model._no_split_modules = ["OtherLayer"]
-    layout, plugin = SimpleNamespace(is_sharded=True), SimpleNamespace(transformer_cls_names_to_wrap=None)
-    parallel = SimpleNamespace(layout=layout, plugin=plugin, accelerator=SimpleNamespace(mixed_precision="no"))
     with pytest.raises(UserError, match="launch: FSDP2 finds no layers called OtherLayer; name them in"):
-        Parallelism.prepare_by_accelerate(parallel, model, [])
+        names_of_layers(model)

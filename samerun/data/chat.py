@@ -83,15 +83,16 @@ def tokenize_turns(
 
 def check_functions(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
     """Raises ValueError if the text is the same without tools, or without their calls: many templates know neither."""
-    silent = [{name: part for name, part in turn.items() if name != "tool_calls"} for turn in turns]
-    has_calls = any(turn.get("tool_calls") for turn in turns)
-    same = []
+    unwritten = []
     if tools and rendered(turns, encoder) == text:
-        same.append("tools")
-    if has_calls and rendered(silent, encoder, tools) == text:
-        same.append("tool_calls")
-    if same:
-        raise ValueError(f"the chat template does not write {' and '.join(same)}; name another in data.chat_template")
+        unwritten.append("tools")
+    if any(turn.get("tool_calls") for turn in turns):
+        silent = [{name: part for name, part in turn.items() if name != "tool_calls"} for turn in turns]
+        if rendered(silent, encoder, tools) == text:
+            unwritten.append("tool_calls")
+    if unwritten:
+        what = " and ".join(unwritten)
+        raise ValueError(f"the chat template does not write {what}; name another in data.chat_template")
 
 
 def is_to_learn(turn: dict[str, Any]) -> bool:

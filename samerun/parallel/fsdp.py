@@ -7,6 +7,8 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from samerun.errors import require
+
 # How FSDP2 computes in bf16 and float8. Accelerate's and torch's own policies would also sum over the ranks in bf16.
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -17,6 +19,16 @@ def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, An
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, ignored_params=elsewhere, **options)
+
+
+def names_of_layers(model: torch.nn.Module) -> list[str]:
+    """The classes that Accelerate is to shard one by one: it refuses those that the model lacks, and transformers may
+    name such ones, as for Gemma 3. Raises UserError if there are none, because all would be gathered at once."""
+    named = set(model._no_split_modules or [])
+    present = named & {type(module).__name__ for module in model.modules()}
+    advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
+    require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(sorted(named))}; {advice}")
+    return sorted(present)
 
 
 def before_backward(module: torch.nn.Module, accumulation: str, is_last: bool, recurse: bool = True) -> None:

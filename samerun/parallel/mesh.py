@@ -26,7 +26,7 @@ from samerun.model.loss import add_metrics, joins_documents, patched
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
-from samerun.parallel.fsdp import BF16_POLICY, before_backward, shard_layers, sharding_options
+from samerun.parallel.fsdp import BF16_POLICY, before_backward, names_of_layers, shard_layers, sharding_options
 from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
 from samerun.parallel.probe import first_difference, try_out_whole
@@ -95,12 +95,7 @@ class Parallelism:
         elif self.accelerator.mixed_precision != "no":
             self.plugin.mixed_precision_policy = BF16_POLICY
         if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
-            # transformers may name layers that the model lacks, as for Gemma 3, and Accelerate refuses those.
-            named = set(model._no_split_modules or [])
-            present = named & {type(module).__name__ for module in model.modules()}
-            advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
-            require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(named)}; {advice}")
-            self.plugin.transformer_cls_names_to_wrap = sorted(present)
+            self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
         wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         if self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)

@@ -9,7 +9,8 @@ from samerun.errors import is_main_process, one_line, say
 from samerun.meeting import OF_A_LAUNCH
 
 # What launchers set for their ranks, or how such names begin.
-LAUNCHED = (*OF_A_LAUNCH, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
+LAUNCHED = (*OF_A_LAUNCH, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHED += ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_")
 LAUNCHED += ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
