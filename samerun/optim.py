@@ -63,7 +63,7 @@ class Guard:
         """Call the optimizers, unless a value is not finite or too many updates in a row were skipped already."""
         value = loss + grad_norm
         # As ~isfinite(value), which takes six operations in place of two: infinity minus itself is NaN, too.
-        is_not_finite = value - value != 0
+        is_not_finite = (value - value).isnan()
         bad = is_not_finite | (self.skipped_in_a_row > self.max_skipped_steps)
         self.skipped_steps = self.skipped_steps + bad
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * bad

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Data, Model
 from samerun.data import sources
+from samerun.data.batches import Prefetcher, StepBatch
 from samerun.data.documents import load_documents
 from samerun.data.encode import Encoder
 from samerun.data.load import load_data
@@ -547,3 +548,20 @@ def test_a_vocabulary_with_gaps(tmp_path):
     config["model"]["architecture"] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     done = run(tmp_path, config)
     assert done.weights["model.embed_tokens.weight"].shape == (10, 16)
+
+
+def test_small_steps_are_loaded_several_at_once():
+    """As many as make 16,384 tokens; large ones one by one, since a GPU would hold them all. None after the last."""
+
+    def loaded(tokens, last):
+        batches, alone = Prefetcher(lambda step: StepBatch(step, [], {"tokens": tokens}, {}), 5, last), []
+        while batches.loaded:
+            alone.append([batch.step for batch in batches.loaded])
+            while batches.loaded:
+                batches.take()
+            batches.load_ahead()
+        return alone
+
+    assert loaded(4096, 12) == [[5], [6, 7, 8, 9], [10, 11, 12]]
+    assert loaded(20_000, 8) == [[5], [6], [7], [8]]
+    assert loaded(1, 40) == [[5], [*range(6, 41)]]

@@ -14,6 +14,7 @@ from helpers import launch, run, tiny_config
 
 import train
 from samerun.config import Perf
+from samerun.data.batches import Prefetcher
 from samerun.parallel import mesh
 from samerun.parallel.mesh import Parallelism
 from samerun.run import setup as setup_room
@@ -219,6 +220,7 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     config["run"] |= {"max_steps": 18, "eval_every": 8, "save_every": 8, "log_every": 1}
     monkeypatch.setattr(train, "STARTED", 0.0)
     monkeypatch.setattr(train, "Meter", partial(Meter, lambda: now[0]))
+    monkeypatch.setattr(Prefetcher, "AHEAD", 1)  # So that each step is loaded alone.
     takes(1, train, "forward_backward")
     takes(2, Parallelism, "clip_gradients")
     takes(4, setup_room, "load_step")
@@ -240,8 +242,8 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     steps = [line for line in done.metrics if line.get("perf/step_seconds")]
     assert len(steps) == 17
     data, whole = (sum(line[f"perf/{name}_seconds"] for line in steps) for name in ("data", "step"))
-    # Rows are read for eight steps at a time, at the end of the one before: those of 2 to 9 in the warmup's window.
-    assert data == 9 * 4 and whole == data + 17 * (1 + 2)
+    # Rows are read at the end of the step before: those of step 2 in the warmup's window.
+    assert data == 16 * 4 and whole == data + 17 * (1 + 2)
     assert all(line["perf/rows_per_second"] == pytest.approx(10 / line["perf/step_seconds"]) for line in steps)
 
 

@@ -82,14 +82,14 @@ class MicroBatch:
 
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> MicroBatch:
     """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
-    arrays = join_rows(rows) if joined else pad_rows(rows)
-    batch = {name: to_device(array, device) for name, array in arrays.items()}
+    tokens = np.concatenate(rows, axis=1)[:, None] if joined else pad_rows(rows)
+    input_ids, targets, positions = to_device(tokens, device)
+    learned = np.flatnonzero(tokens[1] != -100)
     if joined:
-        ends = arrays["ends"].tolist()
-        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
-        are_rows = len(set(lengths)) == 1 and lengths[0] % 128 == 0
-        batch["documents"] = Documents(tuple(lengths), max(lengths), batch.pop("ends"), are_rows=are_rows)
-    return MicroBatch(**batch, learned=np.flatnonzero(arrays["targets"] != -100))
+        return MicroBatch(input_ids, targets, learned, positions, documents_at(tokens[2, 0], device))
+    # By the positions, transformers keeps the documents of a row apart.
+    has_several = any(row[2, -1] < row.shape[1] - 1 for row in rows)
+    return MicroBatch(input_ids, targets, learned, positions if has_several else None)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -100,13 +100,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def join_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """int64 arrays [1, tokens], and int32 `ends` as in Documents. A document is a piece of Dataset: it begins at 0."""
-    tokens = np.concatenate(rows, axis=1)
-    names = ("input_ids", "targets", "position_ids")
-    joined = {name: part[None] for name, part in zip(names, tokens)}
-    starts = np.flatnonzero(tokens[2] == 0)
-    return joined | {"ends": np.append(starts, tokens.shape[1]).astype(np.int32)}
+def documents_at(positions: np.ndarray, device: torch.device) -> Documents:
+    """The documents of joined rows. Each is a piece of Dataset, so that the positions of its tokens begin at 0."""
+    ends = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+    lengths = tuple(end - begin for begin, end in itertools.pairwise(ends))
+    are_rows = len(set(lengths)) == 1 and lengths[0] % 128 == 0
+    return Documents(lengths, max(lengths), to_device(np.array(ends, np.int32), device), are_rows=are_rows)
 
 
 def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
@@ -127,18 +126,12 @@ def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
     )
 
 
-def pad_rows(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """int64 arrays [rows, width], padded on the right. That needs no mask: no token attends to what comes after it.
-
-    Rows of several documents get position_ids, by which transformers keeps the documents apart.
-    """
-    batch = np.zeros((3, len(rows), max(row.shape[1] for row in rows)), np.int64)
-    batch[1] = -100
+def pad_rows(rows: list[np.ndarray]) -> np.ndarray:
+    """int64 [3, rows, width], padded on the right. That needs no mask: no token attends to what comes after it."""
+    padded = np.zeros((3, len(rows), max(row.shape[1] for row in rows)), np.int64)
+    padded[1] = -100
     for number, row in enumerate(rows):
-        batch[:, number, : row.shape[1]] = row
-    padded = {"input_ids": batch[0], "targets": batch[1]}
-    if any(row[2, -1] < row.shape[1] - 1 for row in rows):
-        padded["position_ids"] = batch[2]
+        padded[:, number, : row.shape[1]] = row
     return padded
 
 
@@ -186,7 +179,7 @@ def load_step(
 class Prefetcher:
     """The batches of the coming steps, loaded while the device still computes the current one."""
 
-    AHEAD = 8  # Steps are loaded several at once. One by one, each would find the caches of the CPU cold.
+    AHEAD = 2**14  # In tokens. Small steps are loaded several at once: alone, each would find the CPU's caches cold.
 
     def __init__(self, load: Callable[[int], StepBatch], first_step: int, last_step: int):
         self.load = load
@@ -198,12 +191,14 @@ class Prefetcher:
         return self.loaded.pop(0)
 
     def load_ahead(self) -> None:
-        """Load the next few steps, unless some are left."""
+        """Load the next step, or the next few, unless some are left."""
         if self.loaded:
             return
-        end = min(self.next_step + self.AHEAD, self.last_step + 1)
-        self.loaded = [self.load(step) for step in range(self.next_step, end)]
-        self.next_step = end
+        tokens = 0
+        while tokens < self.AHEAD and self.next_step <= self.last_step:
+            self.loaded.append(self.load(self.next_step))
+            tokens += self.loaded[-1].counts["tokens"]
+            self.next_step += 1
 
 
 def places_in(places: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:

@@ -75,7 +75,7 @@ def joins_documents(model: torch.nn.Module) -> bool:
 def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """What the model's forward() takes."""
     names = ("input_ids", "inputs_embeds", "position_ids", "documents")
-    inputs = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    inputs = {name: value for name in names if (value := getattr(batch, name)) is not None}
     inputs["use_cache"] = False  # transformers keeps packed documents apart only without a cache.
     if batch.documents and model.config._attn_implementation != DOCUMENTS:
         documents = inputs.pop("documents")  # The flash attention of transformers has its own words for them.

@@ -8,6 +8,7 @@ FSDP2 of what is left. To remove a dimension, delete its room and the lines that
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -227,6 +228,10 @@ class Parallelism:
             micro_batches = [part_of_row(batch, layout, number, self.row_ranks) for batch in micro_batches]
         return micro_batches
 
+    def autocast(self) -> AbstractContextManager:
+        """As that of Accelerate, which takes 50 µs also where there is nothing to cast."""
+        return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
+
     def before_micro_step(self, model: torch.nn.Module, is_last: bool) -> None:
         """What FSDP2 keeps or reduces differently than in the last micro-step."""
         if self.layout.is_sharded:
@@ -251,7 +256,7 @@ class Parallelism:
             return self.pipeline.run(model, micro_batches, scale=None)
         metrics = {}
         for batch in micro_batches:
-            with self.accelerator.autocast():
+            with self.autocast():
                 _, metrics_of_batch = self.loss_of(model, batch)
             add_metrics(metrics, metrics_of_batch)
         return metrics
@@ -280,21 +285,24 @@ class Parallelism:
         A rank adds up the squares of what it has. What several ranks have counts by its share on each of them.
         """
         layout, kinds = self.layout, {}
+        if not (layout.is_sharded or layout.is_divided):  # All ranks have the same gradients.
+            return torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
         for parameter in parameters:
             if parameter.grad is not None and parameter is not self.counted_elsewhere:
                 kinds.setdefault(shards_of(parameter.grad), []).append(local_tensor(parameter.grad))
         square = torch.zeros((), device=self.accelerator.device)
         for shards, gradients in kinds.items():
             square += torch.nn.utils.get_total_norm(gradients) ** 2 * shards
-        if layout.is_sharded or layout.is_divided:  # Otherwise all ranks have the same gradients.
-            dist.all_reduce(square)
-            square = square * layout.pp / layout.processes
-        return square.sqrt()
+        dist.all_reduce(square)
+        return (square * layout.pp / layout.processes).sqrt()
 
-    def zero_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def zero_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         # The gradients of DDP are views of its buckets, which stay (gradient_as_bucket_view in start_accelerator()).
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=not self.layout.has_buckets)
+        if self.layout.has_buckets:
+            torch._foreach_zero_([weight.grad for weight in parameters if weight.grad is not None])
+            return
+        for parameter in parameters:
+            parameter.grad = None
 
     # Checkpoints and the export ---------------------------------------------------------------------------------------
 

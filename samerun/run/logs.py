@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from samerun.data.rows import Mixture
 from samerun.errors import one_line, say
-from samerun.model.loss import add_metrics, joins_documents
+from samerun.model.loss import add_metrics
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
 from samerun.run.setup import Setup
@@ -137,7 +137,7 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     first_rows = setup.train_data.rows_at(0, setup.stages[0].plan.global_batch_size)
     _, targets_of_rows = setup.train_data.sizes(first_rows)
     rows = setup.train_data.read_rows(first_rows[[targets_of_rows.argmax()]])
-    targets = setup.collate(rows, torch.device("cpu"), joins_documents(setup.model)).targets.flatten()
+    targets = setup.collate(rows, torch.device("cpu"), setup.joined).targets.flatten()
     example = targets[targets >= 0][:120].tolist()
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -80,6 +81,11 @@ class Setup:
     def steps_per_epoch(self) -> float:
         return len(self.train_data) / self.plan.global_batch_size
 
+    @cached_property
+    def joined(self) -> bool:
+        """Whether the rows of a micro-batch are joined to a single one."""
+        return joins_documents(self.model)
+
     def followed(self) -> str:
         """The name of the evaluation that is eval/loss."""
         return self.config.eval.follow or next(iter(self.eval_data))
@@ -89,8 +95,7 @@ class Setup:
 
     def load_step(self, step: int) -> StepBatch:
         rank, device = self.parallel.layout.data_parallel_rank, self.accelerator.device
-        stage, joined = self.stage_at(step), joins_documents(self.model)
-        return load_step(step, self.train_data, stage, rank, joined, device, self.collate)
+        return load_step(step, self.train_data, self.stage_at(step), rank, self.joined, device, self.collate)
 
 
 def check_setup(setup: Setup) -> None:
@@ -136,7 +141,7 @@ def check_documents(setup: Setup) -> None:
         return  # float8 needs longer rows, and a fork may have rows of its own.
 
     def loss_of(*rows: np.ndarray) -> float:
-        batches = [collate([row], setup.accelerator.device, joins_documents(setup.model)) for row in rows]
+        batches = [collate([row], setup.accelerator.device, setup.joined) for row in rows]
         metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
         return parallel.sum_over_ranks(metrics)["loss"].item()
 

@@ -1,10 +1,10 @@
-"""What the benchmarks that compare training loops share: contenders that take turns of a second, on the same core.
+"""What the benchmarks that compare training loops share: contenders that take turns on the same core.
 
 Work of others on the machine, and the machine's own clock, make numbers of different minutes incomparable. So all
 contenders are processes that live at the same time, each pinned to the same core; one runs for so many steps while the
-others wait, then the next. What counts is the ratio of two contenders within one round of turns: its median over the
-rounds, and the middle half of the rounds as its spread. Processor time is reported beside the wall clock: where the two
-differ, something else ran on the core.
+others wait, then the next, back and forth. What counts is the ratio of two contenders within one round, in
+which each has one or more turns: its median over the rounds, and the middle half of the rounds as its spread. Processor
+time is reported beside the wall clock: where the two differ, something else ran on the core.
 
 A contender calls `turn(count)` after so many steps, in which it processed `count` of whatever is compared.
 """
@@ -61,10 +61,13 @@ def started(script: str, names: list[str], folder: Path, core: int, arguments: t
         yield processes
 
 
-def compete(script: str, names: list[str], rounds: int, warmup: int, folder: Path, core: int, *arguments) -> tuple:
-    """Run `script --contender NAME --folder FOLDER` for all contenders in turn. They must take `warmup + rounds` turns,
-    of which the first ones do not count. Returns [{name: {wall, cpu, count}} for each round], {name: result}."""
-    loads = [os.getloadavg()[0]]
+def compete(
+    script: str, names: list[str], rounds: int, warmup: int, turns: int, folder: Path, core: int, *arguments
+) -> tuple:
+    """Run `script --contender NAME --folder FOLDER` for all contenders in turn. They must take so many `turns` in each
+    of `warmup + rounds` rounds, of which the first ones do not count. Returns [{name: {wall, cpu, count}} for each
+    round], {name: result}."""
+    loads, taken = [os.getloadavg()[0]], []
     with started(script, names, folder, core, arguments) as processes:
 
         def listen(name: str) -> dict:
@@ -80,11 +83,21 @@ def compete(script: str, names: list[str], rounds: int, warmup: int, folder: Pat
 
         for name in names:  # Start-up and the first turn, which is of the warm-up.
             listen(name)
-        turns = [{name: step(name) for name in names} for _ in range(warmup - 1 + rounds)][warmup - 1 :]
+        for number in range((warmup + rounds) * turns - 1):
+            taken.append({name: step(name) for name in (names[::-1] if number % 2 else names)})
+        taken = taken[warmup * turns - 1 :]
         results = {name: step(name) for name in names}
     loads.append(os.getloadavg()[0])
     print(f"{rounds} rounds on core {core}; load {loads[0]:.1f} before, {loads[1]:.1f} after; median [middle half]")
-    return turns, results
+    return [added_up(taken[first : first + turns]) for first in range(0, len(taken), turns)], results
+
+
+def added_up(turns: list[dict]) -> dict:
+    """The turns of a round as one."""
+    return {
+        name: {unit: sum(turn[name][unit] for turn in turns) for unit in measured}
+        for name, measured in turns[0].items()
+    }
 
 
 def spread(values: list[float], form: str = ".3f") -> str:

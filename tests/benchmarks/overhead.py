@@ -1,11 +1,12 @@
 """What does the loop cost? The same tiny training in a bare torch loop, train.py, transformers' Trainer and Accelerate.
 
-    python tests/benchmarks/overhead.py [--rounds 40] [--core 0] [--against COMMIT]
+    python tests/benchmarks/overhead.py [--launches 4] [--rounds 20] [--core 0] [--against COMMIT]
 
 All train the same Llama on the same rows in the same order, with fused AdamW, clipping, cosine and a log line every 50
 steps, without evaluation or saves; a step takes about 7 ms on one idle core, so that overhead shows. All must end
-with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A turn is from one log line
-to the next, by the host's clock, see contest.py.
+with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A round is from one log line to the
+next, in short turns, because the speed of many machines changes within a second, see contest.py. All is launched anew
+some times: where the memory of a process happens to lie makes a difference of 1 %.
 
 With --against, the train.py of another commit is one more contender: before a change lands, this shows what it costs.
 That script may train on other rows, as those before 4e80ca4 do, so that its model is not compared.
@@ -13,6 +14,7 @@ That script may train on other rows, as those before 4e80ca4 do, so that its mod
 
 import argparse
 import io
+import itertools
 import json
 import logging
 import subprocess
@@ -22,7 +24,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import datasets
 import numpy as np
@@ -30,11 +31,13 @@ import torch
 import transformers
 import yaml
 from contest import compete, contend, spread
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 384  # That of the bytes tokenizer, so that train.py leaves the model's embedding as it is.
-ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in turns of LOG_EVERY steps.
+ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in rounds of LOG_EVERY steps.
+TURNS = 5  # Of a round.
 PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -93,7 +96,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[row], "labels": self.ids[row]}
 
 
-def bare_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+def bare_loop(ids: np.ndarray, steps: int, folder: Path) -> torch.nn.Module:
     model = new_model()
     optimizer, batches = new_optimizer(model), in_order(ids).view(steps, ROWS, LENGTH)
     with open(folder / "log.jsonl", "w") as log:
@@ -109,11 +112,10 @@ def bare_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torc
             if step % LOG_EVERY == 0:
                 values = loss.item(), norm.item(), group["lr"]
                 log.write(json.dumps({"step": step, **dict(zip(("loss", "norm", "lr"), values))}) + "\n")
-                turn()
     return model
 
 
-def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path, tree: Path = ROOT) -> torch.nn.Module:
+def this_script(ids: np.ndarray, steps: int, folder: Path, tree: Path = ROOT) -> torch.nn.Module:
     """The train.py in a folder. Nothing else of this process may have imported another one."""
     sys.path.insert(0, str(tree))
     import train
@@ -151,16 +153,7 @@ def this_script(ids: np.ndarray, steps: int, turn: Callable, folder: Path, tree:
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    write = sys.stdout.write
-
-    def write_and_turn(text: str) -> int:
-        if text.startswith("step "):
-            turn()
-        return write(text)
-
-    # Log lines are alike at all commits, unlike the functions that print them.
-    with mock.patch.object(sys.stdout, "write", write_and_turn):
-        assert not train.main(["--config", str(path)])
+    assert not train.main(["--config", str(path)])
     return transformers.LlamaForCausalLM.from_pretrained(folder / "run" / "model")
 
 
@@ -171,12 +164,7 @@ def check_out(commit: str, folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-def trainer(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
-    class Turns(transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs, **_):
-            if "loss" in logs:  # The summary of the run is logged, too.
-                turn()
-
+def trainer(ids: np.ndarray, steps: int, folder: Path) -> torch.nn.Module:
     model = new_model()
     optimizer = new_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: share(done + 1, steps))
@@ -198,14 +186,13 @@ def trainer(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.
         model,
         arguments,
         train_dataset=Rows(in_order(ids)),
-        callbacks=[Turns()],
         data_collator=transformers.default_data_collator,
         optimizers=(optimizer, scheduler),
     ).train()
     return model
 
 
-def accelerate_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -> torch.nn.Module:
+def accelerate_loop(ids: np.ndarray, steps: int, folder: Path) -> torch.nn.Module:
     """The loop of Accelerate's documentation."""
     from accelerate import Accelerator
 
@@ -227,16 +214,21 @@ def accelerate_loop(ids: np.ndarray, steps: int, turn: Callable, folder: Path) -
             if step % LOG_EVERY == 0:
                 values = accelerator.gather(loss).mean().item(), norm.item(), scheduler.get_last_lr()[0]
                 log.write(json.dumps({"step": step, **dict(zip(("loss", "norm", "lr"), values))}) + "\n")
-                turn()
     return bare
 
 
 def loop(contender: Callable, steps: int, folder: Path, turn: Callable) -> dict[str, float]:
     """Train, and return the trained model's loss on the first rows."""
-    ids = make_ids(steps)
+    ids, done = make_ids(steps), itertools.count(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = contender(ids, steps, turn, folder).eval()
+
+    def after_step(*_) -> None:
+        if next(done) % (LOG_EVERY // TURNS) == 0:
+            turn()
+
+    register_optimizer_step_post_hook(after_step)
+    model = contender(ids, steps, folder).eval()
     probe = torch.from_numpy(ids[:64])
     with torch.no_grad():
         return {"loss": model(input_ids=probe, labels=probe).loss.item()}
@@ -246,23 +238,24 @@ BASE = "bare torch loop"
 CONTENDERS = {BASE: bare_loop, "train.py": this_script, "Trainer": trainer, "Accelerate": accelerate_loop}
 
 
-def ratios(turns: list[dict], name: str, base: str) -> list[str]:
+def ratios(rounds: list[dict], name: str, base: str) -> list[str]:
     """What a step of one contender takes in that of another, by the wall clock and in processor time."""
-    return [spread([turn[name][clock] / turn[base][clock] for turn in turns]) for clock in ("wall", "cpu")]
+    return [spread([one[name][clock] / one[base][clock] for one in rounds]) for clock in ("wall", "cpu")]
 
 
-def print_table(turns: list[dict], names: list[str]) -> None:
+def print_table(rounds: list[dict], names: list[str]) -> None:
     width = max(map(len, names)) + 1
     print(f"{'':{width}}{'ms per step':>24}{'to the bare loop':>24}{'in processor time':>24}")
     for name in names:
-        milliseconds = spread([turn[name]["wall"] / LOG_EVERY * 1e3 for turn in turns], ".2f")
-        cells = [milliseconds, *ratios(turns, name, BASE)]
+        milliseconds = spread([one[name]["wall"] / LOG_EVERY * 1e3 for one in rounds], ".2f")
+        cells = [milliseconds, *ratios(rounds, name, BASE)]
         print(f"{name:{width}}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help=f"of {LOG_EVERY} steps of each contender")
+    parser.add_argument("--launches", type=int, default=4, help="of all contenders")
+    parser.add_argument("--rounds", type=int, default=20, help=f"of a launch: {LOG_EVERY} steps of each contender")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--against", metavar="COMMIT", help="its train.py is one more contender")
     parser.add_argument("--tree", type=Path, help=argparse.SUPPRESS)
@@ -282,10 +275,14 @@ def main() -> int:
             tree = Path(folder) / "commit"
             check_out(args.against, tree)
             options += ["--against", args.against, "--tree", tree]
-        turns, results = compete(__file__, list(contenders), args.rounds, WARMUP, Path(folder), args.core, *options)
-    print_table(turns, list(contenders))
+        names, counts, rounds = list(contenders), (args.rounds, WARMUP, TURNS), []
+        for launch in range(args.launches):
+            (home := Path(folder) / str(launch)).mkdir()
+            of_launch, results = compete(__file__, names, *counts, home, args.core, *options)
+            rounds += of_launch
+    print_table(rounds, names)
     if args.against:
-        wall, processor = ratios(turns, "train.py", other)
+        wall, processor = ratios(rounds, "train.py", other)
         print(f"train.py to that of {args.against}: {wall}, in processor time {processor}")
     loss = results[BASE]["loss"]
     worst = max(abs(results[name]["loss"] / loss - 1) for name in CONTENDERS)

@@ -202,7 +202,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         options = ["--rounds", args.rounds, *(["--tiny"] if args.tiny else [])]
-        rounds, _ = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, Path(folder), args.core, *options)
+        rounds, _ = compete(__file__, list(CONTENDERS), args.rounds, WARMUP, 1, Path(folder), args.core, *options)
 
     def rate(name: str, clock: str, some: list[dict]) -> float:
         return sum(one[name]["count"] for one in some) / sum(one[name][clock] for one in some)

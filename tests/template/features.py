@@ -64,7 +64,7 @@ def packing(house: House) -> None:
         house.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
     house.replace("Dataset.first_piece", "self.first is None", "True")
     house.drop_statements("settle_attention", "data.packing")
-    house.drop_statements("pad_rows", "position_ids")
+    house.replace("collate", "positions if has_several else None", "None")
     house.reword("model.compile regional without data.packing concat", "model.compile regional")
 
 

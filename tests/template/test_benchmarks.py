@@ -36,7 +36,7 @@ STARTS = {  # Of each benchmark its options, and a pattern of what it prints.
     "long_haul": ("--steps 600 --look-every 0.02", r"^memory slope, bytes per step +-?[\d.]+ "),
     "memory": ("--width 64 --only ^DDP.2$", r"^DDP 2( +[\d.]+){4}$"),
     "overhead --against": (
-        "HEAD --rounds 1",
+        "HEAD --launches 1 --rounds 1",
         r"^train\.py to that of HEAD: [\d.]+ \[.*\nloss of the trained model [\d.]+, greatest",
     ),
     "precision": ("--tiny --steps 3", r"^bf16, FSDP2 +[\d.]+( +-?\d\.\de[+-]\d\d){4}$"),
