@@ -293,6 +293,19 @@ def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
         made([row], chat_template=str(tmp_path / "template"))
 
 
+def test_thoughts_that_a_template_does_not_write(made, tmp_path):
+    """Those of earlier turns may be left out. In `enable_thinking` there is no key of that name."""
+    row = chat(("user", "a"), ("assistant", "b", {"thinking": "Hm."}), ("user", "c"), ("assistant", "d"))
+    template = "{% if enable_thinking %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    (tmp_path / "template").write_text(template)
+    with pytest.raises(UserError, match="row 0, .*the chat template does not write thinking; name another"):
+        made([row], chat_template=str(tmp_path / "template"))
+    for written, of_all in ("{{ m | tojson }}", True), ("{{ m.content }}{{ m.thinking if loop.last }}", False):
+        turn = "{% for m in messages %}{% generation %}" + written + "{% endgeneration %}{% endfor %}"
+        (tmp_path / "template").write_text(turn)
+        assert ("Hm." in str(made([row], chat_template=str(tmp_path / "template")))) is of_all
+
+
 LATER = {
     "macro": "{% macro f(m) %}GENERATION{% endmacro %}{% for m in messages %}{{ f(m) }}{% endfor %}",
     "set": "{% for m in messages %}{% set said %}GENERATION{% endset %}{{ said }}{% endfor %}",

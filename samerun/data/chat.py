@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 
 
-INSTEAD_OF_CONTENT = "tool_calls", "reasoning_content", "reasoning", "thinking"  # What an assistant's turn may have.
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # The keys of a message by which programs name them.
+INSTEAD_OF_CONTENT = "tool_calls", *THOUGHTS  # What an assistant's turn may have.
 
 
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
@@ -72,7 +74,7 @@ def tokenize_turns(
         learned = [number for number in learned if number == speaks[-1]]
     turns = [{name: part for name, part in turn.items() if name not in ("train", "weight")} for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
-    check_functions(text, turns, encoder, tools)
+    check_written(text, turns, encoder, tools)
     is_said = np.zeros(len(text), bool)
     for begin, end in spans:
         is_said[begin:end] = True
@@ -81,15 +83,19 @@ def tokenize_turns(
     return ids, said_before[begins] < said_before[ends]
 
 
-def check_functions(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text is the same without tools, or without their calls: many templates know neither."""
-    unwritten = []
-    if tools and rendered(turns, encoder) == text:
-        unwritten.append("tools")
-    if any(turn.get("tool_calls") for turn in turns):
-        silent = [{name: part for name, part in turn.items() if name != "tool_calls"} for turn in turns]
-        if rendered(silent, encoder, tools) == text:
-            unwritten.append("tool_calls")
+def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
+    """Raises ValueError if the text is the same without tools, their calls, or thoughts: many templates know none.
+
+    Those that name the thoughts may still leave out earlier ones.
+    """
+    template = encoder.tokenizer.get_chat_template(tools=tools)
+    names = ["tool_calls", *(name for name in THOUGHTS if not re.search(rf"\b{name}\b", template))]
+    unwritten = ["tools"] if tools and rendered(turns, encoder) == text else []
+    for name in names:
+        if any(turn.get(name) for turn in turns):
+            silent = [{key: part for key, part in turn.items() if key != name} for turn in turns]
+            if rendered(silent, encoder, tools) == text:
+                unwritten.append(name)
     if unwritten:
         what = " and ".join(unwritten)
         raise ValueError(f"the chat template does not write {what}; name another in data.chat_template")
