@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 VOCABULARY = 384  # That of the bytes tokenizer, so that train.py leaves the model's embedding as it is.
 ROWS, LENGTH, LOG_EVERY, SEED, WARMUP = 8, 64, 50, 3, 2  # ROWS of a step; WARMUP in rounds of LOG_EVERY steps.
-TURNS = 5  # Of a round.
+TURNS = 2  # Of a round. In a shorter turn, steps would pay for what other contenders have left in the CPU's caches.
 PEAK, LOW, BETAS, EPS, CLIP, DECAY = 1e-3, 0.1, (0.9, 0.95), 1e-6, 1.0, 0.1
 SHAPE = {
     "vocab_size": VOCABULARY,
