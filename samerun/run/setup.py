@@ -114,12 +114,16 @@ def check_sizes(setup: Setup) -> None:
 
 
 def check_optimizers(setup: Setup) -> None:
-    """Raises UserError if two optimizers have one weight: a checkpoint would hold the state of one of them."""
+    """Raises UserError if two optimizers have one weight, as a checkpoint would hold the state of one of them; or if one
+    has a weight that is not the model's, whose gradients nobody would add up or forget."""
     trained = [
         weight for optimizer in setup.optimizers for group in optimizer.param_groups for weight in group["params"]
     ]
     twice = len(trained) - len(set(trained))
     require(not twice, f"build_optimizer: {twice} weights are in two optimizers; give each weight to one of them")
+    if all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in setup.optimizers):  # Not DeepSpeed's own.
+        others = len(set(trained) - set(setup.parameters))
+        require(not others, f"build_optimizer: {others} weights are not the model's; let the model hold them")
 
 
 def check_evaluations(setup: Setup) -> None:

@@ -167,6 +167,16 @@ def test_two_optimizers_of_one_weight(task, tmp_path, monkeypatch):
     )
 
 
+def test_an_optimizer_of_a_weight_that_no_model_has(task, tmp_path, monkeypatch):
+    """Nobody would add up its gradients, or forget them, or save it."""
+    config, *_ = task
+    build, weight = train.build_optimizer, torch.nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(train, "build_optimizer", lambda *given: [*build(*given), torch.optim.SGD([weight], lr=0.1)])
+    done = run(tmp_path, config, expect=2)
+    assert "build_optimizer: 1 weights are not the model's" in done.output
+    assert not done.folder.joinpath("checkpoints").exists()
+
+
 # What a run keeps beside its weights ---------------------------------------------------------------------------------
 
 AVERAGE = """
