@@ -114,8 +114,8 @@ def check_sizes(setup: Setup) -> None:
 
 
 def check_optimizers(setup: Setup) -> None:
-    """Raises UserError if two optimizers have one weight, as a checkpoint would hold the state of one of them; or if one
-    has a weight that is not the model's, whose gradients nobody would add up or forget."""
+    """Raises UserError if two optimizers have one weight: a checkpoint would hold the state of one of them. Or if one
+    has a weight that is not the model's: nobody would add up or forget its gradients."""
     trained = [
         weight for optimizer in setup.optimizers for group in optimizer.param_groups for weight in group["params"]
     ]
