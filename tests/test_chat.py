@@ -293,17 +293,23 @@ def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
         made([row], chat_template=str(tmp_path / "template"))
 
 
-def test_thoughts_that_a_template_does_not_write(made, tmp_path):
-    """Those of earlier turns may be left out. In `enable_thinking` there is no key of that name."""
-    row = chat(("user", "a"), ("assistant", "b", {"thinking": "Hm."}), ("user", "c"), ("assistant", "d"))
-    template = "{% if enable_thinking %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    (tmp_path / "template").write_text(template)
-    with pytest.raises(UserError, match="row 0, .*the chat template does not write thinking; name another"):
-        made([row], chat_template=str(tmp_path / "template"))
-    for written, of_all in ("{{ m | tojson }}", True), ("{{ m.content }}{{ m.thinking if loop.last }}", False):
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+def test_thoughts_that_a_template_does_not_write(made, tmp_path, name):
+    """Also where it has the word. Those of earlier turns may be left out, and one of two names may be unknown."""
+    row = chat(("user", "a"), ("assistant", "b", {name: "Hm."}), ("user", "c"), ("assistant", "d"))
+    silent = "{# " + name + " #}{% set " + name + " = enable_" + name + " %}{{ m.role }}: {{ m.content }}"
+    last = "{{ m." + name + " if loop.last }}{{ m.content }}"
+    both = chat(("user", "a"), ("assistant", "b", {name: "Hm.", "thinking": "Hm.", "reasoning": "Hm."}))
+
+    def learned(written: str, row: dict) -> str:
         turn = "{% for m in messages %}{% generation %}" + written + "{% endgeneration %}{% endfor %}"
         (tmp_path / "template").write_text(turn)
-        assert ("Hm." in str(made([row], chat_template=str(tmp_path / "template")))) is of_all
+        return str(made([row], chat_template=str(tmp_path / "template")))
+
+    with pytest.raises(UserError, match=f"row 0, .*the chat template does not write {name}; name another"):
+        learned(silent, row)
+    assert "Hm." in learned("{{ m | tojson }}", row) and "Hm." not in learned(last, row)
+    assert learned(last, both).count("Hm.") == 1
 
 
 LATER = {

@@ -20,12 +20,23 @@ from samerun.model.attention import (
     has_flash,
     piece_of,
 )
+from samerun.parallel.mesh import Parallelism
 from samerun.run.agreement import launcher_settings
 from samerun.run.launch import reseed, start_accelerator
 from samerun.run.meter import Meter, peak_memory
 from samerun.run.resume import Saver
 
 CUDA = torch.device("cuda")
+
+
+def test_the_norm_of_no_gradients():
+    """Of weights that got none. It is where the other numbers of a step are."""
+    parallel = SimpleNamespace(layout=SimpleNamespace(is_sharded=False, is_divided=False, has_buckets=True))
+    parallel.accelerator = SimpleNamespace(device=torch.device("meta"))
+    weight = torch.nn.Parameter(torch.ones(2))
+    norm = Parallelism.norm_of_gradients(parallel, [weight])
+    assert (norm.device.type, norm.dtype, norm.shape) == ("meta", torch.float32, ())
+    Parallelism.forget_gradients(parallel, [weight])
 
 
 def test_rows_are_copied_in_the_background(monkeypatch):

@@ -83,7 +83,8 @@ class MicroBatch:
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> MicroBatch:
     """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
     tokens = np.concatenate(rows, axis=1)[:, None] if joined else pad_rows(rows)
-    input_ids, targets, positions = to_device(tokens, device)
+    # As .data, each has a version of its own: a loss may change the targets in place, though autograd keeps the ids.
+    input_ids, targets, positions = (part.data for part in to_device(tokens, device))
     learned = np.flatnonzero(tokens[1] != -100)
     if joined:
         return MicroBatch(input_ids, targets, learned, positions, documents_at(tokens[2, 0], device))
@@ -179,7 +180,8 @@ def load_step(
 class Prefetcher:
     """The batches of the coming steps, loaded while the device still computes the current one."""
 
-    AHEAD = 2**14  # In tokens. Small steps are loaded several at once: alone, each would find the CPU's caches cold.
+    # In tokens of all ranks. Small steps are loaded several at once: alone, each would find the CPU's caches cold.
+    AHEAD = 2**14
 
     def __init__(self, load: Callable[[int], StepBatch], first_step: int, last_step: int):
         self.load = load

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +71,7 @@ def tokenize_turns(
     learned = [number for number in speaks if is_to_learn(turns[number])]
     if train_on == "last":
         learned = [number for number in learned if number == speaks[-1]]
-    turns = [{name: part for name, part in turn.items() if name not in ("train", "weight")} for turn in turns]
+    turns = [without(turn, "train", "weight") for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
     check_written(text, turns, encoder, tools)
     is_said = np.zeros(len(text), bool)
@@ -84,21 +83,34 @@ def tokenize_turns(
 
 
 def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text is the same without tools, their calls, or thoughts: many templates know none.
-
-    Those that name the thoughts may still leave out earlier ones.
-    """
-    template = encoder.tokenizer.get_chat_template(tools=tools)
-    names = ["tool_calls", *(name for name in THOUGHTS if not re.search(rf"\b{name}\b", template))]
-    unwritten = ["tools"] if tools and rendered(turns, encoder) == text else []
-    for name in names:
-        if any(turn.get(name) for turn in turns):
-            silent = [{key: part for key, part in turn.items() if key != name} for turn in turns]
-            if rendered(silent, encoder, tools) == text:
-                unwritten.append(name)
+    """Raises ValueError if the text is the same without tools, their calls, or thoughts: some templates know none."""
+    unwritten = []
+    if tools and rendered(turns, encoder) == text:
+        unwritten.append("tools")
+    if any(turn.get("tool_calls") for turn in turns):
+        silent = [without(turn, "tool_calls") for turn in turns]
+        if rendered(silent, encoder, tools) == text:
+            unwritten.append("tool_calls")
+    unwritten += unwritten_thoughts(turns, encoder, tools)
     if unwritten:
         what = " and ".join(unwritten)
         raise ValueError(f"the chat template does not write {what}; name another in data.chat_template")
+
+
+def unwritten_thoughts(turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
+    """By which names the last turn with thoughts has them, if the template does not write them even at the end."""
+    numbers = [number for number, turn in enumerate(turns) if any(turn.get(name) for name in THOUGHTS)]
+    if not numbers:
+        return []
+    *before, last = turns[: numbers[-1] + 1]
+    text = rendered([*before, last], encoder, tools)
+    if text is None or text != rendered([*before, without(last, *THOUGHTS)], encoder, tools):
+        return []
+    return [name for name in THOUGHTS if last.get(name)]
+
+
+def without(turn: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: part for name, part in turn.items() if name not in names}
 
 
 def is_to_learn(turn: dict[str, Any]) -> bool:

@@ -1,11 +1,9 @@
 """Rows on disk as an endless shuffled stream; mixtures of several sources in constant shares."""
 
-import functools
 import itertools
 import json
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,6 @@ class Dataset:
         self.extents = mapped("extents.bin").reshape(2 + len(index["types"]), -1)
         self.types = [np.dtype(name) for name in index["types"]]
         self.files = [np.frombuffer(mapped_file(file), np.uint8) for file, _ in index["token_files"]]
-        self.extent = functools.lru_cache(self.open_extent)  # Most rows are in those of the rows before.
 
     def __len__(self) -> int:
         return self.index["rows"]
@@ -70,21 +67,17 @@ class Dataset:
 
     def read_column(self, column: int, start: int, end: int) -> np.ndarray:
         """Input ids (column 0) or labels (column 1) of the tokens start to end - 1, in one extent or several."""
-        parts, extent = [], bisect_right(self.extents[0], start) - 1
+        kind, parts = self.types[column], []
+        extent = self.extents[0].searchsorted(start, side="right") - 1
         while start < end:
-            first, tokens = self.extent(extent, column)
-            parts.append(tokens[start - first : end - first])
-            start, extent = start + len(parts[-1]), extent + 1
+            first, file, *places = self.extents[:, extent].tolist()
+            stop = min(end, int(self.extents[0, extent + 1]))
+            begin = places[column] + (start - first) * kind.itemsize
+            parts.append(self.files[file][begin : begin + (stop - start) * kind.itemsize].view(kind))
+            start, extent = stop, extent + 1
         if len(parts) == 1:  # As nearly always.
             return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, self.types[column])
-
-    def open_extent(self, extent: int, column: int) -> tuple[int, np.ndarray]:
-        """The number of its first token, and a column of its tokens as they lie in their file."""
-        first, file, *places = self.extents[:, extent].tolist()
-        kind, begin = self.types[column], places[column]
-        size = int(self.extents[0, extent + 1]) - first
-        return first, self.files[file][begin : begin + size * kind.itemsize].view(kind)
+        return np.concatenate(parts) if parts else np.empty(0, kind)
 
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, target tokens) of each row. The first token of a piece is no target: nothing comes before it."""

@@ -111,7 +111,7 @@ class DeepSpeed(Parallelism):
     def step_without_update(self, model: torch.nn.Module) -> None:
         """Afterwards the weights that compute are those in float32 again, rounded."""
         self.run_engine(model, [self.batch], scale=0.0)
-        self.zero_gradients([])
+        self.forget_gradients([])
 
     def run_engine(
         self, model: torch.nn.Module, micro_batches: list[MicroBatch], scale: float
@@ -136,7 +136,7 @@ class DeepSpeed(Parallelism):
     def norm_of_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         raise UserError("launch: DeepSpeed keeps gradients to itself, so nobody knows the norm of some; take FSDP2")
 
-    def zero_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+    def forget_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         if self.zero.found_inf is None:  # There was no update. Only in its step does DeepSpeed forget gradients.
             self.zero.found_inf = torch.ones((), device=self.accelerator.device)
             self.zero.step()

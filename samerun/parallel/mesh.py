@@ -286,7 +286,8 @@ class Parallelism:
         """
         layout, kinds = self.layout, {}
         if not (layout.is_sharded or layout.is_divided):  # All ranks have the same gradients.
-            return torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients).to(self.accelerator.device, torch.float32)
         for parameter in parameters:
             if parameter.grad is not None and parameter is not self.counted_elsewhere:
                 kinds.setdefault(shards_of(parameter.grad), []).append(local_tensor(parameter.grad))
@@ -296,13 +297,15 @@ class Parallelism:
         dist.all_reduce(square)
         return (square * layout.pp / layout.processes).sqrt()
 
-    def zero_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        # The gradients of DDP are views of its buckets, which stay (gradient_as_bucket_view in start_accelerator()).
-        if self.layout.has_buckets:
-            torch._foreach_zero_([weight.grad for weight in parameters if weight.grad is not None])
+    def forget_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        if not self.layout.has_buckets:
+            for parameter in parameters:
+                parameter.grad = None
             return
-        for parameter in parameters:
-            parameter.grad = None
+        # The gradients of DDP are views of its buckets, which stay (gradient_as_bucket_view in start_accelerator()).
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
 
     # Checkpoints and the export ---------------------------------------------------------------------------------------
 

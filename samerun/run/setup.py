@@ -101,7 +101,6 @@ class Setup:
 def check_setup(setup: Setup) -> None:
     check_sizes(setup)
     check_evaluations(setup)
-    check_optimizers(setup)
     check_documents(setup)
 
 
@@ -113,17 +112,16 @@ def check_sizes(setup: Setup) -> None:
     check_length(setup.config, setup.stages, setup.max_steps)
 
 
-def check_optimizers(setup: Setup) -> None:
-    """Raises UserError if two optimizers have one weight: a checkpoint would hold the state of one of them. Or if one
-    has a weight that is not the model's: nobody would add up or forget its gradients."""
-    trained = [
-        weight for optimizer in setup.optimizers for group in optimizer.param_groups for weight in group["params"]
-    ]
+def check_optimizers(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raises UserError if two optimizers have one weight: a checkpoint would hold the state of one of them.
+
+    Nor may one have a weight that is not the model's: nobody would add up or forget its gradients.
+    """
+    trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
     twice = len(trained) - len(set(trained))
     require(not twice, f"build_optimizer: {twice} weights are in two optimizers; give each weight to one of them")
-    if all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in setup.optimizers):  # Not DeepSpeed's own.
-        others = len(set(trained) - set(setup.parameters))
-        require(not others, f"build_optimizer: {others} weights are not the model's; let the model hold them")
+    others = len(set(trained) - set(model.parameters()))
+    require(not others, f"build_optimizer: not the model's weights, but others: {others}; let the model hold them")
 
 
 def check_evaluations(setup: Setup) -> None:

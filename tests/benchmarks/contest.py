@@ -2,9 +2,9 @@
 
 Work of others on the machine, and the machine's own clock, make numbers of different minutes incomparable. So all
 contenders are processes that live at the same time, each pinned to the same core; one runs for so many steps while the
-others wait, then the next, back and forth. What counts is the ratio of two contenders within one round, in
-which each has one or more turns: its median over the rounds, and the middle half of the rounds as its spread. Processor
-time is reported beside the wall clock: where the two differ, something else ran on the core.
+others wait, then the next. Each time another one is the first. What counts is the ratio of two contenders within one
+round, in which each has one or more turns: its median over the rounds, and the middle half of the rounds as its spread.
+Processor time is reported beside the wall clock: where the two differ, something else ran on the core.
 
 A contender calls `turn(count)` after so many steps, in which it processed `count` of whatever is compared.
 """
@@ -83,8 +83,9 @@ def compete(
 
         for name in names:  # Start-up and the first turn, which is of the warm-up.
             listen(name)
-        for number in range((warmup + rounds) * turns - 1):
-            taken.append({name: step(name) for name in (names[::-1] if number % 2 else names)})
+        for _ in range((warmup + rounds) * turns - 1):
+            names = [*names[1:], names[0]]
+            taken.append({name: step(name) for name in names})
         taken = taken[warmup * turns - 1 :]
         results = {name: step(name) for name in names}
     loads.append(os.getloadavg()[0])

@@ -4,9 +4,9 @@
 
 All train the same Llama on the same rows in the same order, with fused AdamW, clipping, cosine and a log line every 50
 steps, without evaluation or saves; a step takes about 7 ms on one idle core, so that overhead shows. All must end
-with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A round is from one log line to the
-next, in short turns, because the speed of many machines changes within a second, see contest.py. All is launched anew
-some times: where the memory of a process happens to lie makes a difference of 1 %.
+with the same model: its loss may differ by 1e-5 (relative) from the bare loop's. A round has one log line, and short
+turns, because the speed of many machines changes within a second, see contest.py. All is launched several times: where
+the memory of a process happens to lie makes a difference of 1 %.
 
 With --against, the train.py of another commit is one more contender: before a change lands, this shows what it costs.
 That script may train on other rows, as those before 4e80ca4 do, so that its model is not compared.

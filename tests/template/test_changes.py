@@ -119,6 +119,25 @@ def test_a_term_of_the_loss(task, with_z_loss, tmp_path, monkeypatch, processes,
     np.testing.assert_allclose(done.logged("eval/perplexity"), np.exp(means["eval"][:, 0]), rtol=1e-5)
 
 
+def test_a_loss_that_changes_its_targets(task, tmp_path, monkeypatch):
+    """In place, or in a copy: autograd keeps the ids, which lie beside them."""
+    config, *_ = task
+    weights = []
+    for targets_of in torch.Tensor.clone, lambda targets: targets:
+
+        def token_loss(logits, targets, targets_of=targets_of):
+            targets = targets_of(targets)
+            targets[targets == 5] = -100
+            loss = F.cross_entropy(logits, targets, reduction="sum")
+            return loss, {"loss": loss}
+
+        monkeypatch.setattr(train, "token_loss", token_loss)
+        folder = tmp_path / str(len(weights))
+        folder.mkdir()
+        weights.append(run(folder, config, "--model.chunked_loss", "false").weights)
+    assert difference(*weights) == 0
+
+
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 SLOW_EMBEDDINGS = """
@@ -167,13 +186,33 @@ def test_two_optimizers_of_one_weight(task, tmp_path, monkeypatch):
     )
 
 
+def test_weights_that_no_optimizer_has(task, tmp_path, monkeypatch):
+    """Their gradients are those of each step alone, in the norm of all gradients, too."""
+    config, *_ = task
+    build, norms = train.build_optimizer, []
+    for few in False, True:
+
+        def some_of(model, config, few=few):
+            [optimizer] = build(model, config)
+            for group in optimizer.param_groups:
+                del group["params"][few:]
+            return [optimizer]
+
+        monkeypatch.setattr(train, "build_optimizer", some_of if few else build)
+        folder = tmp_path / str(few)
+        folder.mkdir()
+        done = run(folder, config, "--optim.learning_rate", 1e-12, "--optim.weight_decay", 0)
+        norms.append(done.logged("train/grad_norm"))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 def test_an_optimizer_of_a_weight_that_no_model_has(task, tmp_path, monkeypatch):
     """Nobody would add up its gradients, or forget them, or save it."""
     config, *_ = task
     build, weight = train.build_optimizer, torch.nn.Parameter(torch.ones(2))
     monkeypatch.setattr(train, "build_optimizer", lambda *given: [*build(*given), torch.optim.SGD([weight], lr=0.1)])
     done = run(tmp_path, config, expect=2)
-    assert "build_optimizer: 1 weights are not the model's" in done.output
+    assert "build_optimizer: not the model's weights, but others: 1; let" in done.output
     assert not done.folder.joinpath("checkpoints").exists()
 
 
