@@ -15,6 +15,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -257,7 +258,7 @@ def tiny_model(folder: Path, learned_positions: bool = False) -> Path:
     return folder
 
 
-def make_rows(lengths: list[int], seed: int = 0, masked: float = 0.0) -> list[dict]:
+def make_rows(lengths: Iterable[int], seed: int = 0, masked: float = 0.0) -> list[dict]:
     """Documents of token ids that can be learned: counting up from anywhere. A share of the labels is masked."""
     rng, rows = np.random.default_rng(seed), []
     for length in lengths:
@@ -316,19 +317,22 @@ def tiny_config(folder: Path) -> dict:
     }
 
 
-def packed_config(folder: Path) -> tuple[dict, list[dict]]:
-    """8 steps on documents that are packed into rows of 16 tokens, and the pieces that the rows consist of.
+WHOLE_ROWS = (64, 64, 64, 64), 64  # For packed_config(): each row is one document, so that none are joined.
 
-    The documents have 61 tokens in 4 rows, and each step sees all of them.
+
+def packed_config(folder: Path, lengths: tuple[int, ...] = (5, 7, 20, 1, 9, 16, 3), row: int = 16):
+    """8 steps on documents of these lengths that are packed into 4 rows, and the pieces that the rows consist of.
+
+    Each step sees all of them.
     """
-    documents, pieces, at = make_rows([5, 7, 20, 1, 9, 16, 3], seed=3), [], 0
+    documents, pieces, at = make_rows(lengths, seed=3), [], 0
     for ids in (document["input_ids"] for document in documents):
-        edges = [0, *range(16 - at % 16, len(ids), 16), len(ids)]  # The stream of documents is cut at multiples of 16.
+        edges = [0, *range(row - at % row, len(ids), row), len(ids)]  # The stream of documents is cut at these places.
         pieces += [{"input_ids": ids[low:high]} for low, high in zip(edges, edges[1:])]
         at += len(ids)
     config = tiny_config(folder)
     config["run"]["max_steps"] = 8
     config["batch"] = {"global_batch_size": 4, "max_micro_batch_size": 2}
     source = {"path": str(write_rows(folder / "documents", documents)), "format": "tokens", "tokenizer": "bytes"}
-    config["data"] = source | {"packing": "concat", "sequence_length": 16}
+    config["data"] = source | {"packing": "concat", "sequence_length": row}
     return config, pieces

@@ -15,6 +15,7 @@ from samerun.errors import UserError
 from samerun.model.attention import (
     attention_by_document,
     attention_of_rows,
+    document_attention,
     flash_attention,
     has_cudnn,
     has_flash,
@@ -170,6 +171,7 @@ def test_what_flash_attention_takes(monkeypatch, capability, dtype, head, value_
         ((8, 0), 128, (256, 256), None, False),  # Ampere
         ((9, 0), 256, (256, 256), None, False),
         ((9, 0), 128, (256, 128), None, False),
+        ((9, 0), 64, (64, 64), 64, True),
         ((9, 0), 128, (200, 200), None, False),  # It would be one of very many lengths.
         ((9, 0), 128, (256, 256), 255, False),
     ],
@@ -182,19 +184,45 @@ def test_what_cudnn_takes(monkeypatch, capability, head, lengths, window, cudnn)
     assert has_cudnn(query, documents, sliding_window=window, scaling=None) == cudnn
 
 
+def by_document(module, states, documents, **options):
+    return attention_by_document(module, *states, documents, documents, **options)
+
+
+def by_sdpa(module, states, documents, **options):
+    return document_attention(module, *states, None, documents, **options)[0]
+
+
+def by_flash(module, states, documents, **options):
+    states = (one.bfloat16() for one in states)
+    return flash_attention(*states, documents, documents, **options).float()
+
+
+def by_cudnn(module, states, documents, **options):
+    """A CPU takes its flash attention."""
+    return attention_of_rows(*states, documents, **options)
+
+
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_attention_of_rows(key_heads, scaling):
-    """By flash attention, which a CPU has, too. It is the same as one document after the other."""
+@pytest.mark.parametrize("way", [by_document, by_sdpa, by_flash, by_cudnn])
+@pytest.mark.parametrize("are_joined", [True, False])
+def test_attention_of_rows(monkeypatch, are_joined, way, key_heads, scaling, window):
+    """Documents of one length, joined or each in a row of its own: each is as if alone."""
+    window = None if way is by_cudnn else window  # has_cudnn() leaves windows to the others.
+    monkeypatch.setattr("samerun.model.attention.varlen_attn", varlen_attn)
     torch.manual_seed(0)
     documents = Documents((6, 6, 6), 6, torch.tensor([0, 6, 12, 18], dtype=torch.int32), are_rows=True)
-    query = torch.randn(1, 18, 4, 8).transpose(1, 2)
-    key, value = torch.randn(2, 1, 18, key_heads, 8).transpose(2, 3).unbind()
+    alone = Documents((6,), 6, torch.tensor([0, 6], dtype=torch.int32))
+    states = [torch.randn(3, 6, heads, 8).transpose(1, 2) for heads in (4, key_heads, key_heads)]
     module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-    expected = attention_by_document(module, query, key, value, documents, documents, scaling=scaling)
-    found = attention_of_rows(query, key, value, documents, scaling)
-    assert found.shape == expected.shape == (1, 18, 4, 8)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+    options = {"scaling": scaling, "sliding_window": window}
+    each = [by_document(module, [one[row : row + 1] for one in states], alone, **options) for row in range(3)]
+    if are_joined:
+        states = [one.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for one in states]
+    found = way(module, states, documents, **options)
+    expected = torch.cat(each, dim=1 if are_joined else 0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if way is by_flash else 1e-6)
 
 
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])

@@ -17,6 +17,7 @@ from helpers import (
     LOSS_OF,
     ROOT,
     VOCABULARY,
+    WHOLE_ROWS,
     Done,
     check_continued,
     launch,
@@ -160,9 +161,9 @@ def test_checkpoint_moves(truth, runs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_packed_documents_are_as_if_alone(tmp_path, processes):
-    config, pieces = packed_config(tmp_path)
+@pytest.mark.parametrize("processes, documents", [(2, ()), (4, ()), (2, WHOLE_ROWS)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, documents):
+    config, pieces = packed_config(tmp_path, *documents)
     done = launch(tmp_path, config, *pipeline(2), processes=processes, warm=True)
     train_reference(config, lambda step: pieces).check(done)
 

@@ -16,6 +16,7 @@ import transformers
 from helpers import (
     ROOT,
     VOCABULARY,
+    WHOLE_ROWS,
     Done,
     check_continued,
     launch,
@@ -204,18 +205,20 @@ LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, model, processes",
+    "way, model, processes, documents",
     [
-        ("sp", windowed_model, 4),
-        ("sp", *LEARNED_POSITIONS),
-        ("cp", windowed_model, 3),
-        ("cp", windowed_model, 4),
-        ("cp", *LEARNED_POSITIONS),
+        ("sp", windowed_model, 4, ()),
+        ("sp", *LEARNED_POSITIONS, ()),
+        ("sp", windowed_model, 2, WHOLE_ROWS),
+        ("cp", windowed_model, 3, ()),
+        ("cp", windowed_model, 4, ()),
+        ("cp", *LEARNED_POSITIONS, ()),
+        ("cp", windowed_model, 2, WHOLE_ROWS),
     ],
 )
-def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes):
+def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes, documents):
     """A document may begin on one rank and end on another, and see a window or positions that are learned."""
-    config, pieces = packed_config(tmp_path)
+    config, pieces = packed_config(tmp_path, *documents)
     config["model"] = {"pretrained": str(model(tmp_path / "start"))}
     done = launch(tmp_path, config, processes=processes, **share(processes, way))
     train_reference(config, lambda step: pieces).check(done)

@@ -14,6 +14,7 @@ import transformers
 from helpers import (
     ROOT,
     VOCABULARY,
+    WHOLE_ROWS,
     Done,
     check_continued,
     difference,
@@ -190,10 +191,10 @@ def test_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, size", [(2, 2), (4, 2)])
-def test_packed_documents_are_as_if_alone(tmp_path, processes, size):
+@pytest.mark.parametrize("processes, size, documents", [(2, 2, ()), (4, 2, ()), (2, 2, WHOLE_ROWS)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, size, documents):
     """In a model whose windows are shorter than some of the documents."""
-    config, pieces = packed_config(tmp_path)
+    config, pieces = packed_config(tmp_path, *documents)
     config["model"] = {"pretrained": str(family(tmp_path / "model", "mistral"))}
     done = launch(tmp_path, config, **by_file(processes, size))
     train_reference(config, lambda step: pieces).check(done)
@@ -209,6 +210,17 @@ def test_micro_batches_have_few_lengths():
     assert (short.targets[0, :3] == 6).all() and (short.targets[0, 3:] == -100).all()
     padded = [collate(rows, device, joined=False)]
     assert with_few_lengths(padded) is padded
+
+
+def test_whole_rows_are_joined():
+    """They are two documents of a row, as all others are: its targets and positions follow one another."""
+    row = np.stack([np.arange(64), np.arange(1, 65), np.arange(64)])
+    batch = collate([row, row + 64 * (np.arange(3) < 2)[:, None]], torch.device("cpu"), joined=True)
+    assert batch.input_ids.shape == batch.targets.shape == (2, 64) and batch.position_ids.shape == (1, 64)
+    [joined] = with_few_lengths([batch])
+    assert joined.input_ids.tolist() == [list(range(128))] and joined.targets.tolist() == [list(range(1, 129))]
+    assert joined.position_ids.tolist() == [[*range(64), *range(64)]]
+    assert joined.documents.lengths == (64, 64) and joined.learned.tolist() == list(range(128))
 
 
 @pytest.mark.slow

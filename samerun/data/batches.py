@@ -30,7 +30,7 @@ class RowRanks:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch lie, one after the other in a single row.
+    """Where the documents of a micro-batch lie, one after the other, in a single row or each in a row of its own.
 
     To compiled code it is an object whose list nobody reads. With each new list, it would be compiled anew.
     """
@@ -41,7 +41,7 @@ class Documents:
     row_ranks: RowRanks | None = None  # The ranks among which its tokens are divided, if they are.
     # With context parallelism, what this rank has of the row, whose lengths and ends the above remain.
     row_pieces: tuple["RowPiece", ...] = ()
-    are_rows: bool = False  # All are of one length, a multiple of 128, see has_cudnn().
+    are_rows: bool = False  # All are of one length, a multiple of 64, see collate() and has_cudnn().
     plans_flash: bool = False  # For --plan, which has no GPU to ask: flash attention computes whatever it is made for.
 
 
@@ -60,7 +60,7 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass computes on: some rows, joined to a single one or padded to the same length.
+    """What one forward and backward pass computes on: some rows, joined to a single one or of the same length.
 
     A task of another kind has a class of its own here. It is made by collate() and read by the loss; the loop, the plan
     and the checkpoints do not look inside.
@@ -69,8 +69,9 @@ class MicroBatch:
     input_ids: torch.Tensor | None  # int64 [rows, tokens]. None behind the first layers of a pipeline.
     targets: torch.Tensor  # int64 [rows, tokens]: the token that follows, or -100 where none is to be learned.
     learned: np.ndarray  # int64: where targets, as a single row, are not -100. The host knows it without asking.
-    position_ids: torch.Tensor | None = None  # int64 [rows, tokens], from 0 in each document. None: from 0 in each row.
-    documents: Documents | None = None  # Of a single row of joined documents. None for rows with padding.
+    # int64 [rows, tokens], or [1, tokens] for all rows: from 0 in each document. None: from 0 in each row.
+    position_ids: torch.Tensor | None = None
+    documents: Documents | None = None  # None for rows with padding.
     source_ends: dict[str, int] = field(default_factory=dict)  # Where the tokens of each source of a mixture end.
     inputs_embeds: torch.Tensor | None = None  # [1, tokens, width], in place of the ids.
 
@@ -83,11 +84,14 @@ class MicroBatch:
 def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> MicroBatch:
     """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
     tokens = np.concatenate(rows, axis=1)[:, None] if joined else pad_rows(rows)
+    documents = documents_at(tokens[2, 0], device) if joined else None
+    if documents and documents.are_rows:  # There is nothing to join, and the positions are the same for all.
+        tokens = tokens.reshape(3, -1, documents.longest)
     # As .data, each has a version of its own: a loss may change the targets in place, though autograd keeps the ids.
     input_ids, targets, positions = (part.data for part in to_device(tokens, device))
     learned = np.flatnonzero(tokens[1] != -100)
     if joined:
-        return MicroBatch(input_ids, targets, learned, positions, documents_at(tokens[2, 0], device))
+        return MicroBatch(input_ids, targets, learned, positions[:1], documents)
     # By the positions, transformers keeps the documents of a row apart.
     has_several = any(row[2, -1] < row.shape[1] - 1 for row in rows)
     return MicroBatch(input_ids, targets, learned, positions if has_several else None)
@@ -105,8 +109,21 @@ def documents_at(positions: np.ndarray, device: torch.device) -> Documents:
     """The documents of joined rows. Each is a piece of Dataset, so that the positions of its tokens begin at 0."""
     ends = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
     lengths = tuple(end - begin for begin, end in itertools.pairwise(ends))
-    are_rows = len(set(lengths)) == 1 and lengths[0] % 128 == 0
+    are_rows = len(set(lengths)) == 1 and lengths[0] % 64 == 0
     return Documents(lengths, max(lengths), to_device(np.array(ends, np.int32), device), are_rows=are_rows)
+
+
+def in_one_row(batch: MicroBatch) -> MicroBatch:
+    """A micro-batch of collate() whose documents are joined in any case, also if they are rows."""
+    rows = len(batch.targets)
+    if not batch.documents or rows == 1:
+        return batch
+    return replace(
+        batch,
+        input_ids=batch.input_ids.view(1, -1),
+        targets=batch.targets.view(1, -1),
+        position_ids=batch.position_ids.repeat(1, rows),
+    )
 
 
 def lengthen(batch: MicroBatch, length: int) -> MicroBatch:

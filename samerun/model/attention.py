@@ -56,7 +56,8 @@ def document_attention(
     transformers makes no masks for an attention that it does not know. A mask would be as large as the square of the
     tokens, most of it would be of no use, and flash attention would not take it.
 
-    query, key, value: [1, heads, tokens, head size]. Returns [1, tokens, heads, head size].
+    query, key, value: [rows, heads, tokens, head size]; several rows if documents.are_rows, each of which then is a
+    document. Returns [rows, tokens, heads, head size].
     """
     if documents is None:  # A pass over a plain text, such as in has_position().
         return sdpa(module, query, key, value, attention_mask, **options)
@@ -70,6 +71,8 @@ def document_attention(
         if has_cudnn(query, documents, **options):
             return attention_of_rows(query, key, value, documents, **options), None
         return flash_attention(query, key, value, documents, documents, **options), None
+    if query.shape[0] > 1 and sees_whole(documents, **options):
+        return sdpa(module, query, key, value, None, **options)
     return attention_by_document(module, query, key, value, documents, documents, **options), None
 
 
@@ -116,7 +119,7 @@ def flash_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = {"enable_gqa": query.shape[1] != key.shape[1]} if KNOWS_GROUPS else {}
     output = varlen_attn(
-        *(states[0].transpose(0, 1) for states in (query, key, value)),
+        *(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)),
         cu_seq_q=own.ends,
         cu_seq_k=seen.ends,
         max_q=own.longest,
@@ -125,10 +128,15 @@ def flash_attention(
         window_size=(sliding_window - 1 if sliding_window else -1, 0),  # Tokens before and after each one.
         **groups,
     )
-    return output[None]
+    return output.unflatten(0, (query.shape[0], -1))
 
 
-def has_cudnn(query: torch.Tensor, documents: Documents, sliding_window: int | None = None, **options: Any) -> bool:
+def sees_whole(documents: Documents, sliding_window: int | None = None, **options: Any) -> bool:
+    """Whether no document is longer than the window of this attention, if it has one."""
+    return not sliding_window or documents.longest <= sliding_window
+
+
+def has_cudnn(query: torch.Tensor, documents: Documents, **options: Any) -> bool:
     """Whether to use cuDNN's attention, given has_flash(): it is faster on Hopper, and for Blackwell torch prefers it.
 
     It takes only rows of one length. For each new length, it makes a plan, so the lengths are to be few.
@@ -136,7 +144,7 @@ def has_cudnn(query: torch.Tensor, documents: Documents, sliding_window: int | N
     if not query.is_cuda or not documents.are_rows or query.shape[-1] > 128:
         return False
     is_recent = torch.cuda.get_device_capability(query.device) in ((9, 0), (10, 0))
-    return is_recent and (not sliding_window or documents.longest <= sliding_window)
+    return is_recent and sees_whole(documents, **options)
 
 
 def attention_of_rows(
@@ -152,14 +160,16 @@ def attention_of_rows(
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         has_groups = query.shape[1] != key.shape[1]
         output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=has_groups)
-    return output.transpose(1, 2).flatten(0, 1)[None]
+    return output.transpose(1, 2).flatten(0, 1).unflatten(0, (query.shape[0], -1))
 
 
 def as_rows(states: torch.Tensor, length: int) -> torch.Tensor:
-    """From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone.
+    """From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone, unless they are it.
 
     The gradient of an index or a slice would be a copy in a tensor of zeros.
     """
+    if states.shape[0] > 1:
+        return states
     return states.view(states.shape[1], -1, length, states.shape[3]).transpose(0, 1)
 
 
@@ -212,8 +222,9 @@ def attention_by_document(
             keys, values = keys[:, :, -length_seen:], values[:, :, -length_seen:]
         mask = mask_of(length, length_seen, sliding_window, dtype, device)
         output, _ = sdpa(module, queries, keys, values, mask, **options)
-        outputs.append(output.view(1, -1, *output.shape[2:]))
-    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        outputs.append(output.flatten(0, 1))
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output.unflatten(0, (query.shape[0], -1))
 
 
 @torch.compiler.disable

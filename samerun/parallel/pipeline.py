@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleLo
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, collate, lengthen
+from samerun.data.batches import MicroBatch, collate, in_one_row, lengthen
 from samerun.errors import as_user_error, require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
@@ -167,6 +167,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_length(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """What a pipeline passes on has one shape, and not many in a run."""
+    micro_batches = [in_one_row(batch) for batch in micro_batches]
     longest = max(batch.length for batch in micro_batches)
     return [lengthen(batch, math.ceil(longest / 128) * 128) for batch in micro_batches]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, RowRanks, ends_in, lengthen, places_in
+from samerun.data.batches import MicroBatch, RowRanks, ends_in, in_one_row, lengthen, places_in
 from samerun.errors import require
 from samerun.model.attention import DOCUMENTS, piece_of
 from samerun.parallel.layout import Layout
@@ -42,6 +42,7 @@ def part_of_row(batch: MicroBatch, layout: Layout, number: int, ranks: RowRanks 
     """
     own = [number, 2 * layout.cp - 1 - number] if layout.cp > 1 else [number]
     count = layout.row_ranks * len(own)
+    batch = in_one_row(batch)
     length = math.ceil(batch.length / count)
     batch = lengthen(batch, length * count)
     pieces = [(one * length, (one + 1) * length) for one in own]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from samerun.data.batches import MicroBatch, lengthen
+from samerun.data.batches import MicroBatch, in_one_row, lengthen
 from samerun.errors import as_user_error, require
 
 
@@ -77,4 +77,5 @@ def with_few_lengths(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     each operation, which takes a tenth of a second."""
     if not micro_batches[0].documents:
         return micro_batches
+    micro_batches = [in_one_row(batch) for batch in micro_batches]
     return [lengthen(batch, math.ceil(batch.length / 64) * 64) for batch in micro_batches]
