@@ -427,6 +427,7 @@ def chat_config(folder, messages: list) -> dict:
 GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
+@pytest.mark.slow
 def test_conversations_are_tokenized_once(tmp_path):
     """A launch finds in the cache what another one made. As `python train.py`: an import would have other names."""
     config, made = chat_config(tmp_path, [GOOD] * 200), []

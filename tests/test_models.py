@@ -616,7 +616,8 @@ def test_dropout_that_is_no_module_is_told(tmp_path, name, setting):
 def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     """The first pass makes code for any number of tokens and documents, and none is made later.
 
-    Full rows have one length. If another one comes all the same, it makes code for all of them.
+    Full rows have one length. If another one comes all the same, it makes code for all of them. Rows of one document
+    each, which are not joined, have code of their own.
     """
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: compile(module, backend="eager", **how))
@@ -631,6 +632,8 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
         for _ in range(passes):
             documents = [rng.integers(3, 97, length) for length in rng.integers(2, 30, rng.integers(2, 9))]
             losses(model, [as_row(document) for document in documents]).backward()
+            whole = rng.integers(3, 97, (rng.integers(2, 9), 64 * rng.integers(1, 3)))
+            losses(model, [as_row(document) for document in whole]).backward()
 
     run_some(passes)
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -281,6 +281,7 @@ def step_metrics(setup, progress, meter, grad_norm, metrics=train.step_metrics):
 """
 
 
+@pytest.mark.slow
 def test_numbers_of_a_fork(task, tmp_path):
     """What it keeps in progress.own goes on after a stop."""
     config, *_ = task
