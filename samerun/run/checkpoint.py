@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
+from samerun.config import Config, flatten, may_change
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
@@ -88,6 +89,21 @@ def progress_in(manifest: dict[str, Any]) -> Progress:
     if "evaluated_step" not in manifest:  # Older ones were written after the evaluation of their step.
         progress.evaluated_step = progress.step
     return progress
+
+
+def changed_settings(
+    kind: type[Config], theirs: dict[str, Any], ours: dict[str, Any]
+) -> Iterable[tuple[str, Any, Any]]:
+    """What must not change and has: its name, its value in a manifest, and its value now, of two flattened configs.
+
+    A setting that is newer than the manifest had its default.
+    """
+    defaults = flatten(kind.model_construct().model_dump())
+    for name in {**ours, **theirs}:
+        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        is_left_out = name not in theirs and now == {}  # By older manifests.
+        if before != now and not is_left_out and not may_change(kind, name):
+            yield name, before, now
 
 
 def checkpoint_name(step: int) -> str:

@@ -15,7 +15,7 @@ import transformers
 from torch.distributed.checkpoint.metadata import Metadata
 
 from samerun.cli import Export
-from samerun.config import FROZEN, Config, flatten, may_change
+from samerun.config import FROZEN, Config, flatten
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
@@ -26,6 +26,7 @@ from samerun.model.tokenizer import load_tokenizer, use_tokenizer
 from samerun.model.weights import fill_weights
 from samerun.run.agreement import checksum_of_frozen
 from samerun.run.checkpoint import (
+    changed_settings,
     checkpoint_name,
     find_checkpoint,
     list_checkpoints,
@@ -120,14 +121,10 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
 
 def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
     """Raises UserError if the config asks for another model than that of the checkpoint."""
-    kind = type(config)
-    defaults = flatten({"model": kind.model_fields["model"].get_default().model_dump()})  # For newer settings.
     ours = flatten({"model": config.model.model_dump()})
-    for name in [*ours, *(name for name in theirs if name.startswith("model."))]:
-        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if name not in theirs and now == {}:  # Older manifests leave them out.
-            continue
-        require(before == now or may_change(kind, name), f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
+    theirs = {name: value for name, value in theirs.items() if name.startswith("model.")}
+    for name, before, now in changed_settings(type(config), theirs, ours):
+        raise UserError(f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
 
 
 def check_replaceable(folder: Path) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten, may_change
+from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import OF_NO_MODEL, settings_of
 from samerun.run.checkpoint import (
     Progress,
+    changed_settings,
     checkpoint_name,
     list_checkpoints,
     load_checkpoint,
@@ -167,16 +168,12 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
 
     Says which of the changes run.allow_changes lets pass.
     """
-    kind, allowed = type(setup.config), setup.config.run.allow_changes
-    defaults = flatten(kind.model_construct().model_dump())  # For settings that are newer than the checkpoint.
-    defaults[FROZEN] = ours.get(FROZEN)
+    allowed = setup.config.run.allow_changes
+    theirs = {FROZEN: ours.get(FROZEN)} | theirs  # Older manifests do not say it.
     same_rows = theirs.get(ROWS) == ours[ROWS]
     changed, passed = {}, {}
-    for name in {**ours, **theirs}:
-        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if name not in theirs and now == {}:  # Older manifests leave them out.
-            continue
-        if before == now or may_change(kind, name) or (same_rows and PLACES.fullmatch(name)):
+    for name, before, now in changed_settings(type(setup.config), theirs, ours):
+        if same_rows and PLACES.fullmatch(name):
             continue
         is_allowed = any(f"{name}.".startswith(f"{setting}.") for setting in allowed)
         (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
