@@ -354,7 +354,8 @@ class Bench:
         rows = Documents((640, 640), 640, torch.tensor([0, 640, 1280], dtype=torch.int32, device=device), are_rows=True)
 
         def of_rows(query, key, value, own, seen, sliding_window=None):
-            return attention_of_rows(query, key, value, own)
+            rows = (states[0].unflatten(1, (-1, own.longest)).transpose(0, 1) for states in (query, key, value))
+            return attention_of_rows(*rows, own).flatten(0, 1)[None]
 
         if device == "cuda" and torch.cuda.get_device_capability() in ((9, 0), (10, 0)):
             for head, key_heads in (64, 8), (128, 2):
