@@ -320,7 +320,9 @@ def tiny_config(folder: Path) -> dict:
 WHOLE_ROWS = (64, 64, 64, 64), 64  # For packed_config(): each row is one document, so that none are joined.
 
 
-def packed_config(folder: Path, lengths: tuple[int, ...] = (5, 7, 20, 1, 9, 16, 3), row: int = 16):
+def packed_config(
+    folder: Path, lengths: tuple[int, ...] = (5, 7, 20, 1, 9, 16, 3), row: int = 16
+) -> tuple[dict, list[dict]]:
     """8 steps on documents of these lengths that are packed into 4 rows, and the pieces that the rows consist of.
 
     Each step sees all of them.

@@ -65,13 +65,13 @@ def test_equals_the_plain_loop(truth, tmp_path, case):
     assert "UserWarning" not in done.output  # Nothing that the user cannot act on.
 
 
-@pytest.mark.parametrize("processes, documents", [(None, ()), (2, ()), (None, WHOLE_ROWS)])
-def test_packed_documents_are_as_if_alone(tmp_path, processes, documents):
+@pytest.mark.parametrize("processes, rows", [(None, ()), (2, ()), (None, WHOLE_ROWS)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, rows):
     """Documents that share a row do not see each other, and none predicts the first token of the next.
 
     Some cases have learned positions: rotary ones are relative and forgive a document that does not start at 0.
     """
-    config, pieces = packed_config(tmp_path, *documents)
+    config, pieces = packed_config(tmp_path, *rows)
     config["model"] = {"pretrained": str(tiny_model(tmp_path / "start", learned_positions=processes is None))}
     done = launch(tmp_path, config, processes=processes, warm=True) if processes else run(tmp_path, config)
     train_reference(config, lambda step: pieces).check(done)

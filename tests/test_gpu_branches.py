@@ -188,7 +188,7 @@ def by_document(module, states, documents, **options):
     return attention_by_document(module, *states, documents, documents, **options)
 
 
-def by_sdpa(module, states, documents, **options):
+def as_on_a_cpu(module, states, documents, **options):
     return document_attention(module, *states, None, documents, **options)[0]
 
 
@@ -205,7 +205,7 @@ def by_cudnn(module, states, documents, **options):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("way", [by_document, by_sdpa, by_flash, by_cudnn])
+@pytest.mark.parametrize("way", [by_document, as_on_a_cpu, by_flash, by_cudnn])
 @pytest.mark.parametrize("are_joined", [True, False])
 def test_attention_of_rows(monkeypatch, are_joined, way, key_heads, scaling, window):
     """Documents of one length, joined or each in a row of its own: each is as if alone."""

@@ -89,6 +89,10 @@ def test_flash_attention_of_transformers_is_told_the_documents():
     ends = inputs["cu_seq_lens_q"]
     assert ends.tolist() == [0, 3, 5, 9] and ends.dtype == torch.int32 and inputs["cu_seq_lens_k"] is ends
     assert inputs["max_length_q"] == inputs["max_length_k"] == 4 and "documents" not in inputs
+    whole = collate([as_row(np.arange(64)), as_row(np.arange(64))], torch.device("cpu"), joined=True)
+    inputs = model_inputs(model, whole)  # Kernels of linear attention take only a single row with its ends.
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, 128)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 64, 128]
 
 
 def build(name: str, shape: dict, attention: str) -> torch.nn.Module:
@@ -115,17 +119,18 @@ def losses(model: torch.nn.Module, rows: list[np.ndarray]) -> torch.Tensor:
     return LOSS_OF(model, batch)[0]
 
 
+@pytest.mark.parametrize("rows", [((5, 1, 6, 6), (7,)), ((64,), (64,))])
 @pytest.mark.parametrize("case", [FLEX if case == "llama, flex" else case for case in CASES])
-def test_documents_of_a_micro_batch_are_as_if_alone(case):
-    """Documents of 5, 1, 6 and 6 tokens in a row, then one of 7, against each document in a batch of its own by the
-    family's own eager attention. A model that lets them see each other would be off by 0.1 and more."""
+def test_documents_of_a_micro_batch_are_as_if_alone(case, rows):
+    """Rows of documents of these lengths, against each document in a batch of its own by the family's own eager
+    attention. A model that lets them see each other would be off by 0.1 and more."""
     name, shape, attention = CASES[case]
     model, rng = build(name, shape, attention), np.random.default_rng(1)
     has_backward = attention != "flex_attention"  # Not on a CPU.
     if has_backward:
         settle_attention(model, "concat", LOSS_OF)
     assert joins_documents(model) == (attention == "sdpa" and case != PADDED)
-    documents = [rng.integers(3, 97, length) for length in (5, 1, 6, 6, 7)]
+    rows = [[rng.integers(3, 97, length) for length in lengths] for lengths in rows]
 
     def gradients_of(loss: torch.Tensor) -> dict[str, torch.Tensor]:
         loss.backward()
@@ -134,10 +139,10 @@ def test_documents_of_a_micro_batch_are_as_if_alone(case):
         return found
 
     with torch.set_grad_enabled(has_backward):
-        together = losses(model, [as_row(*documents[:4]), as_row(documents[4])])
+        together = losses(model, [as_row(*documents) for documents in rows])
         of_all = gradients_of(together) if has_backward else {}
         model.set_attn_implementation("eager")
-        alone = sum(losses(model, [as_row(document)]) for document in documents)
+        alone = sum(losses(model, [as_row(document)]) for documents in rows for document in documents)
     assert together.item() == pytest.approx(alone.item(), rel=1e-5)
     if not has_backward:
         return

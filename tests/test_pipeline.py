@@ -161,9 +161,9 @@ def test_checkpoint_moves(truth, runs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, documents", [(2, ()), (4, ()), (2, WHOLE_ROWS)])
-def test_packed_documents_are_as_if_alone(tmp_path, processes, documents):
-    config, pieces = packed_config(tmp_path, *documents)
+@pytest.mark.parametrize("processes, rows", [(2, ()), (4, ()), (2, WHOLE_ROWS)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, rows):
+    config, pieces = packed_config(tmp_path, *rows)
     done = launch(tmp_path, config, *pipeline(2), processes=processes, warm=True)
     train_reference(config, lambda step: pieces).check(done)
 

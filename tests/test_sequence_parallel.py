@@ -205,7 +205,7 @@ LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, model, processes, documents",
+    "way, model, processes, rows",
     [
         ("sp", windowed_model, 4, ()),
         ("sp", *LEARNED_POSITIONS, ()),
@@ -216,9 +216,9 @@ LEARNED_POSITIONS = partial(tiny_model, learned_positions=True), 2
         ("cp", windowed_model, 2, WHOLE_ROWS),
     ],
 )
-def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes, documents):
+def test_packed_documents_are_as_if_alone(tmp_path, way, model, processes, rows):
     """A document may begin on one rank and end on another, and see a window or positions that are learned."""
-    config, pieces = packed_config(tmp_path, *documents)
+    config, pieces = packed_config(tmp_path, *rows)
     config["model"] = {"pretrained": str(model(tmp_path / "start"))}
     done = launch(tmp_path, config, processes=processes, **share(processes, way))
     train_reference(config, lambda step: pieces).check(done)

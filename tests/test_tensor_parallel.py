@@ -191,10 +191,10 @@ def test_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, size, documents", [(2, 2, ()), (4, 2, ()), (2, 2, WHOLE_ROWS)])
-def test_packed_documents_are_as_if_alone(tmp_path, processes, size, documents):
+@pytest.mark.parametrize("processes, size, rows", [(2, 2, ()), (4, 2, ()), (2, 2, WHOLE_ROWS)])
+def test_packed_documents_are_as_if_alone(tmp_path, processes, size, rows):
     """In a model whose windows are shorter than some of the documents."""
-    config, pieces = packed_config(tmp_path, *documents)
+    config, pieces = packed_config(tmp_path, *rows)
     config["model"] = {"pretrained": str(family(tmp_path / "model", "mistral"))}
     done = launch(tmp_path, config, **by_file(processes, size))
     train_reference(config, lambda step: pieces).check(done)

@@ -30,7 +30,7 @@ class RowRanks:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch lie, one after the other, in a single row or each in a row of its own.
+    """Where the documents of a micro-batch lie: one after the other in a single row, or each in a row of its own.
 
     To compiled code it is an object whose list nobody reads. With each new list, it would be compiled anew.
     """
@@ -41,7 +41,7 @@ class Documents:
     row_ranks: RowRanks | None = None  # The ranks among which its tokens are divided, if they are.
     # With context parallelism, what this rank has of the row, whose lengths and ends the above remain.
     row_pieces: tuple["RowPiece", ...] = ()
-    are_rows: bool = False  # All are of one length, a multiple of 64, see collate() and has_cudnn().
+    are_rows: bool = False  # All have one length, and such lengths are few (multiples of 64), see has_cudnn().
     plans_flash: bool = False  # For --plan, which has no GPU to ask: flash attention computes whatever it is made for.
 
 
@@ -60,7 +60,7 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass computes on: some rows, joined to a single one or of the same length.
+    """What one forward and backward pass computes on: some rows, joined to a single one, of one length, or padded.
 
     A task of another kind has a class of its own here. It is made by collate() and read by the loss; the loop, the plan
     and the checkpoints do not look inside.
@@ -77,7 +77,7 @@ class MicroBatch:
 
     @property
     def length(self) -> int:
-        """In tokens, padding included."""
+        """Of each row, in tokens, padding included."""
         return self.targets.shape[1]
 
 
@@ -85,7 +85,7 @@ def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> Micro
     """The rows, each int64 [3, tokens] as of Dataset.read(), on the device."""
     tokens = np.concatenate(rows, axis=1)[:, None] if joined else pad_rows(rows)
     documents = documents_at(tokens[2, 0], device) if joined else None
-    if documents and documents.are_rows:  # There is nothing to join, and the positions are the same for all.
+    if documents and documents.are_rows:  # Each can be a row of its own. All have the same positions.
         tokens = tokens.reshape(3, -1, documents.longest)
     # As .data, each has a version of its own: a loss may change the targets in place, though autograd keeps the ids.
     input_ids, targets, positions = (part.data for part in to_device(tokens, device))
@@ -114,7 +114,7 @@ def documents_at(positions: np.ndarray, device: torch.device) -> Documents:
 
 
 def in_one_row(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of collate() whose documents are joined in any case, also if they are rows."""
+    """A micro-batch of collate() with its documents in a single row, even if each had a row of its own."""
     rows = len(batch.targets)
     if not batch.documents or rows == 1:
         return batch

@@ -71,7 +71,7 @@ def document_attention(
         if has_cudnn(query, documents, **options):
             return attention_of_rows(query, key, value, documents, **options), None
         return flash_attention(query, key, value, documents, documents, **options), None
-    if query.shape[0] > 1 and sees_whole(documents, **options):
+    if query.shape[0] > 1 and sees_whole(documents, **options):  # Less work than below, and compiled.
         return sdpa(module, query, key, value, None, **options)
     return attention_by_document(module, query, key, value, documents, documents, **options), None
 
@@ -164,9 +164,9 @@ def attention_of_rows(
 
 
 def as_rows(states: torch.Tensor, length: int) -> torch.Tensor:
-    """From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone, unless they are it.
+    """From [1, heads, tokens, head size] to [documents, heads, length, head size], by a view alone.
 
-    The gradient of an index or a slice would be a copy in a tensor of zeros.
+    Several rows are documents already. The gradient of an index or a slice would be a copy in a tensor of zeros.
     """
     if states.shape[0] > 1:
         return states

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from samerun.config import Model
-from samerun.data.batches import MicroBatch, to_device
+from samerun.data.batches import MicroBatch, in_one_row, to_device
 from samerun.model.attention import DOCUMENTS
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
@@ -67,13 +67,15 @@ def compiled(token_loss: Callable) -> Callable:
 
 
 def joins_documents(model: torch.nn.Module) -> bool:
-    """Whether the model takes the documents of a micro-batch as a single row, or rows with padding."""
+    """Whether the model takes the documents of a micro-batch without padding, see collate()."""
     attention = model.config._attn_implementation
     return attention == DOCUMENTS or "flash" in attention
 
 
 def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """What the model's forward() takes."""
+    if model.config._attn_implementation != DOCUMENTS:
+        batch = in_one_row(batch)  # As the kernels behind transformers' words for documents want it.
     names = ("input_ids", "inputs_embeds", "position_ids", "documents")
     inputs = {name: value for name in names if (value := getattr(batch, name)) is not None}
     inputs["use_cache"] = False  # transformers keeps packed documents apart only without a cache.

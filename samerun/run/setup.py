@@ -83,7 +83,7 @@ class Setup:
 
     @cached_property
     def joined(self) -> bool:
-        """Whether the rows of a micro-batch are joined to a single one."""
+        """Whether the rows of a micro-batch are not padded, see collate()."""
         return joins_documents(self.model)
 
     def followed(self) -> str:
