@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields
 from samerun.errors import UserError, one_line, require
-from samerun.yaml12 import parse_yaml
+from samerun.yaml12 import comment_in, parse_yaml
 
 
 def help_text(story: str, kind: type[Config]) -> str:
@@ -178,6 +178,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         with open(file, encoding="utf-8") as opened:
             settings = parse_yaml(opened) or {}
         require(isinstance(settings, dict), "its top level must be sections, such as run: and data:")
+        # All lines of a section may be commented out.
+        settings = {section: {} if value is None else value for section, value in settings.items()}
         for name, value in split_overrides(rest):
             where = f"{name} {value}".strip()
             is_setting = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name)
@@ -226,11 +228,12 @@ def take_export(argv: list[str]) -> tuple[list[str], Export | None]:
 
 def override(settings: dict[str, Any], path: str, text: str) -> None:
     """Replace what is at a dotted path by a value in YAML. Raises UserError."""
+    advice = "quotes of its own, as in '\"*.txt\"', make any text YAML"
     try:
-        value = parse_yaml(text)
+        value, comment = parse_yaml(text), comment_in(text)
     except yaml.YAMLError as error:
-        advice = "quotes of its own, as in '\"*.txt\"', make any text YAML"
         raise UserError(f"the value is not YAML: {one_line(error)}; {advice}") from None
+    require(not comment, f"in YAML, {comment} is a comment; {advice}")
     *parents, last = path.split(".")
     try:
         for part in parents:

@@ -60,6 +60,13 @@ def parse_yaml(text: str | IO[str]) -> Any:
         raise yaml.YAMLError("it is nested too deeply, or an alias stands within what it stands for") from None
 
 
+def comment_in(text: str) -> str:
+    """What follows the value of a text that can be parsed: nothing, or a comment."""
+    around = yaml.StreamStartToken, yaml.BlockEndToken, yaml.StreamEndToken
+    end = max((token.end_mark.index for token in yaml.scan(text) if not isinstance(token, around)), default=0)
+    return text[end:].strip()
+
+
 def unshared(value: Any) -> Any:
     """Copies of what several aliases stand for, so that each can be changed alone."""
     if isinstance(value, dict):

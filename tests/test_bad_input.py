@@ -101,7 +101,6 @@ case("config is binary", {}, "TMP/config.yaml", "utf-8", make=file("config.yaml"
 case("config has a control character", {}, "TMP/config.yaml", "characters", text="run:\n  max_steps: \x07\n")
 case("config is missing", {}, "TMP/nope.yaml", "No such file", argv=["--config", "TMP/nope.yaml"])
 case("config is a folder", {}, "TMP: Is a directory", argv=["--config", "TMP"])
-case("section without fields", {"eval": None}, "TMP/config.yaml: eval", "dictionary", "None")
 
 # Keys and values -----------------------------------------------------------------------------------------------------
 

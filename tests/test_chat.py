@@ -95,6 +95,14 @@ def test_the_training_template_of_a_family(tmp_path, capsys, family):
     assert named.chat_template == Path(CHATML).read_text() and capsys.readouterr().out == ""
 
 
+def test_the_byte_order_mark_of_a_template(tmp_path):
+    """Some editors begin a file with it. It is no part of the conversations."""
+    (tmp_path / "template").write_text(Path(CHATML).read_text(), encoding="utf-8-sig")
+    marked = {"chat_template": str(tmp_path / "template")}
+    data = Data(files="a", format="chat", tokenizer=byte_tokenizer(tmp_path / "tokenizer", None), **marked)
+    assert load_tokenizer(data, Model()).chat_template == Path(CHATML).read_text()
+
+
 @pytest.mark.parametrize("family", sorted(FOR_IMAGES))
 def test_a_template_that_leaves_out_what_is_said(made, family):
     with pytest.raises(UserError, match="data.chat_template: it leaves out what is said by user and assistant"):

@@ -288,6 +288,12 @@ def test_values_that_cannot_be_made_are_refused(refusal, value):
     assert "run.output_dir" in refusal("--run.output_dir", value)
 
 
+def test_an_empty_section_has_its_defaults(load, refusal):
+    """All of its lines may be commented out."""
+    text = f"{GOOD}\noptim:\n  # learning_rate: 1\n"
+    assert load(text=text) == load() and refusal(text=f"{GOOD}\noptims:\n").startswith("optims: unknown key")
+
+
 def test_an_empty_file_is_only_incomplete(refusal):
     assert "exactly one of" in refusal(text="# nothing yet\n")
 
@@ -357,6 +363,9 @@ def test_an_override_changes_only_what_it_names(load):
         (["--run", "5"], "run: "),
         (["--run.max_steps.x", "5"], "run.max_steps"),
         (["--data.files", "*.jsonl"], "data.files *.jsonl: the value is not YAML"),
+        (["--run.output_dir", "runs/a #2"], "run.output_dir runs/a #2: in YAML, #2 is a comment"),
+        (["--data.files", "# a"], "data.files # a: in YAML, # a is a comment"),
+        (["--data.files", "[a, b]  # c"], "data.files [a, b]  # c: in YAML, # c is a comment"),
         (["--data.files", "[a]", "--data.files.x", "b"], "data.files.x b: a part of this path is a list"),
         (["--data.files", "[a]", "--data.files.x.y", "b"], "data.files.x.y b: a part of this path is a list"),
         (["--data.files", "[a]", "--data.files.1", "b"], "data.files.1 b: a part of this path is a list"),

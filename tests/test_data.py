@@ -115,11 +115,12 @@ def test_tokens_that_other_programs_mask(tmp_path, name, advice):
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
-def documents(folder, rows, format: str, saved: bool = False, **settings) -> list[dict]:
-    """What train.py makes of rows in a file, or in a data set that datasets has saved."""
+def documents(folder, rows, format: str, saved: bool | str = False, **settings) -> list[dict]:
+    """What train.py makes of rows in a file, or in a data set that datasets has saved, maybe with a format."""
     source = {"path": str(folder / "rows")}
     if saved:
-        datasets.Dataset.from_list(rows).save_to_disk(folder / "rows")
+        kind = saved if isinstance(saved, str) else None
+        datasets.Dataset.from_list(rows).with_format(kind).save_to_disk(folder / "rows")
     else:
         source = {"files": str(folder / "rows.jsonl")}
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -438,6 +439,14 @@ def test_conversations_are_tokenized_once(tmp_path):
         assert ("Tokenizing 200 documents" in done.output) == (name == "first")
     assert made[0] == made[1] != []
     assert not list((tmp_path / "chats").glob("cache-*"))  # The folder of the data may be read-only.
+
+
+@pytest.mark.parametrize("kind", ["arrow", "numpy"])
+def test_the_format_of_a_saved_data_set(tmp_path, kind):
+    """In which it gives its rows to others, and which datasets saves with it."""
+    (tmp_path / "other").mkdir()
+    expected = documents(tmp_path / "other", [{"messages": GOOD}], "chat", **CHATML)
+    assert documents(tmp_path, [{"messages": GOOD}], "chat", saved=kind, **CHATML) == expected != []
 
 
 def test_a_prompt_that_its_template_changes(tmp_path):

@@ -484,6 +484,16 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, kind, how):
         assert transformers.AutoTokenizer.from_pretrained(done.folder / "merged")("a")["input_ids"]
 
 
+def test_lora_of_a_new_model_is_told(tmp_path):
+    """What it adapts is in no file, so that its adapter cannot be loaded."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 1}
+    config["optim"]["warmup_steps"] = 0
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config["model"] = {"architecture": {"model_type": "llama", **shape}, "lora": {"r": 2}}
+    assert "model.lora: the weights that it adapts are random" in run(tmp_path, config).output
+
+
 def test_lora_without_fields_trains_adapters_only(tmp_path):
     """Those that peft has for a Llama, of rank 8: for the queries, from 32 to 32, and for the values, from 32 to 16."""
     config = tiny_config(tmp_path)

@@ -143,3 +143,10 @@ def test_held_out_documents():
     rest, held_out = hold_out(documents, 0.25, 7)
     assert held_out["number"][:] == shuffled(7, 31, 8)
     assert rest["number"][:] == sorted(set(range(31)) - set(held_out["number"]))
+
+
+@pytest.mark.parametrize("fraction, count, size", [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-12, 10, 1)])
+def test_how_many_documents_are_held_out(fraction, count, size):
+    """0.07 * 100 is 7.000000000000001."""
+    _, held_out = hold_out(datasets.Dataset.from_dict({"number": range(count)}), fraction, 7)
+    assert len(held_out) == size

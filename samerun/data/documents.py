@@ -146,7 +146,7 @@ def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str],
 
 def hold_out(documents: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
     """The documents to train on, and a random share of them to evaluate on."""
-    size = math.ceil(fraction * len(documents))
+    size = max(1, math.ceil(fraction * len(documents) - 1e-9))  # An error of rounding must not add a document.
     some_left = size < len(documents)
     require(some_left, f"data.eval_fraction: {fraction} of {len(documents)} documents are all; use data.eval_source")
     held_out = shuffle(np.arange(size), len(documents), seed)

@@ -132,7 +132,7 @@ def load_source(source: Source) -> datasets.Dataset:
         return load_files(list_files(source.files))
     with as_user_error(f"data: cannot load {source.path}", source.path):
         if saved_state(source):
-            return datasets.load_from_disk(source.path)
+            return datasets.load_from_disk(source.path).with_format(None)  # It may have been saved with another one.
         builder = datasets.load_dataset_builder(source.path, source.name)
         local = local_files(builder)
         if local:

@@ -35,12 +35,15 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
         tokenizer.add_tokens(config.special_tokens, special_tokens=True)
     if config.chat_template:
         with as_user_error(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
-            tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
+            tokenizer.chat_template = Path(config.chat_template).read_text("utf-8-sig")
     elif config.has_chats:
         take_training_template(tokenizer)
     set_variables(tokenizer, config.chat_template_kwargs or {})
     if config.has_chats:
         check_template(tokenizer)
+    has_texts = any(source.format == "text" for source in (config.sources or {"": config}).values())
+    if has_texts and tokenizer.eos_token_id is None:
+        say("The tokenizer has no end-of-text token. So the model does not learn where a text ends.")
     return tokenizer
 
 
