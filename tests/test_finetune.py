@@ -491,7 +491,7 @@ def test_lora_of_a_new_model_is_told(tmp_path):
     config["optim"]["warmup_steps"] = 0
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config["model"] = {"architecture": {"model_type": "llama", **shape}, "lora": {"r": 2}}
-    assert "model.lora: the weights that it adapts are random" in run(tmp_path, config).output
+    assert "model.lora adapts random weights" in run(tmp_path, config).output
 
 
 def test_lora_without_fields_trains_adapters_only(tmp_path):

@@ -66,8 +66,6 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
 
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
     """The model of a run, with placeholders for the weights until fill_weights()."""
-    if config.model.lora and not config.model.pretrained:
-        say("model.lora: the weights that it adapts are random, and no file has them; --export last --merge does.")
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     rows, new_tokens = rows_needed(config, tokenizer), added_tokens(config, tokenizer)
     return outlined_model(config.model, found, rows, config.run.seed, new_tokens)

@@ -154,6 +154,8 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     known = not math.isnan(setup.flops_per_token)
     flops = f"{setup.flops_per_token / 1e6:,.1f} MFLOPs per token" if known else "MFLOPs per token are not known"
     say(f"Model: {setup.num_parameters:,} parameters{only}, {flops}")
+    if setup.config.model.lora is not None and not setup.config.model.pretrained:
+        say("model.lora adapts random weights, which model/ will not hold; --export last --merge writes them, too.")
     say(f"In the loss is, for example: {example!r}")
     if setup.config.eval.follow or len(setup.eval_data) > 1:
         rows = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
