@@ -62,7 +62,7 @@ def parse_yaml(text: str | IO[str]) -> Any:
 
 def comment_in(text: str) -> str:
     """What follows the value of a text that can be parsed: nothing, or a comment."""
-    around = yaml.StreamStartToken, yaml.BlockEndToken, yaml.StreamEndToken
+    around = yaml.StreamStartToken, yaml.BlockEndToken, yaml.StreamEndToken  # They end behind a comment.
     end = max((token.end_mark.index for token in yaml.scan(text) if not isinstance(token, around)), default=0)
     return text[end:].strip()
 
