@@ -133,7 +133,7 @@ def write_weights(
                     own[file_of[name]].write(name, tensor)
     for file in own.values():
         file.close()
-    if rank == 0 and split.is_sharded:
+    if rank == 0 and len(files) > 1:
         numbers = sum(tensor.numel() for tensor in tensors.values())
         index = {"metadata": {"total_parameters": numbers, **split.metadata}, "weight_map": file_of}
         replace_file(folder / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True))
