@@ -119,6 +119,15 @@ def newer(room: Path) -> None:
         room.write_text("".join([*lines, f"\n\ndef newer_in_{room.parent.name}_{room.stem}() -> None:\n    pass\n"]))
 
 
+def copy(folder: Path) -> None:
+    """What a fork has of this repository."""
+    ignored = shutil.ignore_patterns("__pycache__", "template", "benchmarks", ".*")
+    for name in ".ci", "samerun", "tests", "configs", "accelerate_configs":
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for file in ROOT / "train.py", ROOT / "pyproject.toml":
+        shutil.copy(file, folder)
+
+
 def make(folder: Path, edits: Edits, *modules: Path) -> None:
     """A fork with these changes and its own modules, that has then merged a commit in which all rooms are newer.
 
@@ -129,11 +138,7 @@ def make(folder: Path, edits: Edits, *modules: Path) -> None:
         me = "-c", "user.name=fork", "-c", "user.email=fork@example.org"
         subprocess.run(["git", *me, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
-    ignored = shutil.ignore_patterns("__pycache__", "template", "benchmarks", ".*")
-    for name in "samerun", "tests", "configs", "accelerate_configs":
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for file in ROOT / "train.py", ROOT / "pyproject.toml":
-        shutil.copy(file, folder)
+    copy(folder)
     git("init", "--quiet", "--initial-branch", "template")
     git("add", ".")
     git("commit", "--quiet", "--message", "The template")

@@ -9,8 +9,9 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
+import forks
 import pytest
-from features import FEATURES, FILES, SOURCE, without
+from features import FEATURES, FILES, SOURCE, take_out, without
 from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import House, read, write
@@ -79,6 +80,16 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     assert done.checkpoints == expected.checkpoints == ["step-00000003", "step-00000006"]
     for path in expected.folder.glob("checkpoints/*/*.safetensors"):
         assert difference(load_file(done.folder / path.relative_to(expected.folder)), load_file(path)) == 0
+
+
+@pytest.mark.slow
+def test_a_fork_without_everything_passes_its_suite(tmp_path):
+    """The tests that are left, of what is left."""
+    forks.copy(tmp_path / "fork")
+    take_out(tmp_path / "fork", CASES["everything"])
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-n1", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path / "fork", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:]
 
 
 def test_nothing_else_is_tidied_away():
