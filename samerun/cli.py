@@ -58,6 +58,8 @@ def describe(error: ValidationError, kind: type[Config] = Config) -> str:
             text = str(problem["ctx"]["error"])
         else:
             text = f"{problem['msg']}, not {problem['input']!r}"
+            if problem["type"] == "string_type" and isinstance(problem["input"], bool):
+                text += "; in YAML, yes, no, on and off need quotes to be words"
         problems.setdefault(path, []).append(text)
     lines = []
     for path, texts in problems.items():
@@ -194,6 +196,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         is_given = any(f"{setting}.".startswith(f"{name}.") for name in given)
         is_given |= "." in setting and any(f"{name}.".startswith(f"{setting}.") for name in given)
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: {error}; save it as UTF-8") from None
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{where}: {message}") from None

@@ -97,7 +97,7 @@ case(
 )
 case("config is a word", {}, "TMP/config.yaml: its top level must be sections", text="run\n")
 case("config is empty", {}, "TMP/config.yaml", "exactly one of", text="")
-case("config is binary", {}, "TMP/config.yaml", "utf-8", make=file("config.yaml", b"\xff\xfe"))
+case("config is binary", {}, "TMP/config.yaml", "utf-8", "save it as UTF-8", make=file("config.yaml", b"\xff\xfe"))
 case("config has a control character", {}, "TMP/config.yaml", "characters", text="run:\n  max_steps: \x07\n")
 case("config is missing", {}, "TMP/nope.yaml", "No such file", argv=["--config", "TMP/nope.yaml"])
 case("config is a folder", {}, "TMP: Is a directory", argv=["--config", "TMP"])
@@ -117,6 +117,7 @@ case(
     {"data.eval_source": {"fils": ["DATA/docs"]}},
     "data.eval_source.fils: unknown key; did you mean data.eval_source.files?",
 )
+case("a word that is a boolean", {}, "model.attention", "need quotes", argv=[*CONFIG, "--model.attention", "off"])
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
 case(
     "unknown field of a named source",
@@ -708,6 +709,16 @@ case(
     "llama has no setting num_layer",
     "num_hidden_layers",
 )
+case("type in the architecture", architecture(dtype="bfloat16"), "model.architecture", "dtype", "model.dtype")
+case(
+    "attention in the architecture", architecture(attn_implementation="eager"), "model.architecture", "model.attention"
+)
+case(
+    "unknown setting of the rope",
+    architecture(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "beta_fats": 2}),
+    "the rope of llama has no setting beta_fats",
+    "beta_fast",
+)
 case("wrong type in the architecture", architecture(hidden_size="big"), "model", "hidden_size", "int")
 case("heads do not divide", architecture(num_attention_heads=3), "model", "16", "3", "heads")
 case(
@@ -1067,7 +1078,8 @@ case(
     argv=[*CONFIG, "--plan", "2"],
     env={"PARALLELISM_CONFIG_SP_SIZE": ""},
 )
-case("processes that do not see each other", {}, "launch", "MASTER_ADDR", env={"WORLD_SIZE": "2"})
+for left_over in {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}:
+    case(f"{left_over} without a launcher", {}, "launch: WORLD_SIZE or LOCAL_RANK is set", "MASTER_ADDR", env=left_over)
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})
 
 

@@ -3,13 +3,14 @@
 import copy
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_rope_utils import RopeParameters
 
 from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
@@ -18,6 +19,9 @@ from samerun.model.attention import DOCUMENTS, document_attention
 from samerun.model.outline import extend_embeddings, load_whole, outline
 from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
 from samerun.value_types import as_list
+
+# Fields of any transformers config that settings of the run decide.
+SET_ELSEWHERE = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "attn_implementation": "model.attention"}
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -36,16 +40,36 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             defaults = {name: value for name, value in defaults.items() if own_names.get(name) not in architecture}
             found = transformers.AutoConfig.for_model(**{**defaults, **architecture})
 
+    check_architecture(architecture, found)
+    positions = getattr(found, "max_position_embeddings", None) or length
+    require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
+    return found
+
+
+def check_architecture(architecture: dict[str, Any], found: transformers.PreTrainedConfig) -> None:
+    """Raises UserError for settings that transformers takes without a word, and that would have no effect."""
+    for name, setting in SET_ELSEWHERE.items():
+        require(name not in architecture, f"model.architecture: {name} has no effect here; give {setting}")
     known = type(found)().to_dict()
     unknown = [key for key in architecture if key in found.to_dict() and key not in known]
     with as_user_error(f"model.architecture: cannot build {architecture}"):
         unknown = [key for key in unknown if not shapes_weights(key, found)]
+    refuse(unknown, found.model_type, known)
+
+    rope = architecture.get("rope_parameters") or architecture.get("rope_scaling")
+    if isinstance(rope, dict):
+        known = {*RopeParameters.__annotations__, "type", *found.ignore_keys_at_rope_validation}
+        known |= {*(getattr(type(found)(), "rope_parameters", None) or {})}  # Those of the family.
+        of_kinds = [part for part in rope.values() if isinstance(part, dict)]  # One for each kind of layer.
+        given = [key for part in of_kinds or [rope] for key in part]
+        refuse([key for key in given if key not in known], f"the rope of {found.model_type}", known)
+
+
+def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
+    """Raises UserError for unknown settings, with the names of known ones that are similar to the first."""
     if unknown:
         near = difflib.get_close_matches(min(unknown), known, cutoff=0.4)
-        raise UserError(f"model.architecture: {found.model_type} has no setting {', '.join(unknown)}; near are {near}")
-    positions = getattr(found, "max_position_embeddings", None) or length
-    require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
-    return found
+        raise UserError(f"model.architecture: {what} has no setting {', '.join(unknown)}; near are {near}")
 
 
 def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:

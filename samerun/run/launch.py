@@ -174,6 +174,9 @@ def check_environment() -> None:
         is_count = name.endswith("WORLD_SIZE")
         advice = "unset it, or start by accelerate launch"
         require(number_in(name) > 0 or not is_count, f"the environment variable {name} is 0; {advice}")
+    has_parts = number_in("WORLD_SIZE") > 1 or "LOCAL_RANK" in os.environ
+    left_over = "launch: WORLD_SIZE or LOCAL_RANK is set without MASTER_ADDR; unset them, or start by accelerate launch"
+    require("MASTER_ADDR" in os.environ or not has_parts, left_over)
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
