@@ -719,6 +719,12 @@ case(
     "the rope of llama has no setting beta_fats",
     "beta_fast",
 )
+case(
+    "unknown setting of a part",
+    {"model.architecture": {"model_type": "gemma3", "text_config": {"hidden_sise": 32}}},
+    "text_config has no setting hidden_sise",
+    "hidden_size",
+)
 case("wrong type in the architecture", architecture(hidden_size="big"), "model", "hidden_size", "int")
 case("heads do not divide", architecture(num_attention_heads=3), "model", "16", "3", "heads")
 case(

@@ -50,12 +50,10 @@ def check_architecture(architecture: dict[str, Any], found: transformers.PreTrai
     """Raises UserError for settings that transformers takes without a word, and that would have no effect."""
     for name, setting in SET_ELSEWHERE.items():
         require(name not in architecture, f"model.architecture: {name} has no effect here; give {setting}")
-    known = type(found)().to_dict()
-    unknown = [key for key in architecture if key in found.to_dict() and key not in known]
-    with as_user_error(f"model.architecture: cannot build {architecture}"):
-        unknown = [key for key in unknown if not shapes_weights(key, found)]
-    refuse(unknown, found.model_type, known)
-
+    check_declared(architecture, found)
+    for part in found.sub_configs:
+        if isinstance(architecture.get(part), dict):
+            check_declared(architecture[part], found, part)
     rope = architecture.get("rope_parameters") or architecture.get("rope_scaling")
     if isinstance(rope, dict):
         known = {*RopeParameters.__annotations__, "type", *found.ignore_keys_at_rope_validation}
@@ -65,6 +63,16 @@ def check_architecture(architecture: dict[str, Any], found: transformers.PreTrai
         refuse([key for key in given if key not in known], f"the rope of {found.model_type}", known)
 
 
+def check_declared(given: dict[str, Any], found: transformers.PreTrainedConfig, part: str = "") -> None:
+    """Raises UserError for settings, of a whole config or of a part, that its class does not declare."""
+    holder = getattr(found, part) if part else found
+    known = type(holder)().to_dict()
+    unknown = [key for key in given if key in holder.to_dict() and key not in known]
+    with as_user_error(f"model.architecture: cannot build {given}"):
+        unknown = [key for key in unknown if not shapes_weights(key, found, part)]
+    refuse(unknown, part or found.model_type, known)
+
+
 def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
     """Raises UserError for unknown settings, with the names of known ones that are similar to the first."""
     if unknown:
@@ -72,14 +80,15 @@ def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
         raise UserError(f"model.architecture: {what} has no setting {', '.join(unknown)}; near are {near}")
 
 
-def shapes_weights(setting: str, found: transformers.PreTrainedConfig) -> bool:
-    """Whether another value of this setting makes other weights. Some models read one that their config class does not
-    declare, as those of Qwen3-MoE do with head_dim."""
-    value = getattr(found, setting)
+def shapes_weights(setting: str, found: transformers.PreTrainedConfig, part: str = "") -> bool:
+    """Whether another value of this setting, which may be one of a part of the config, makes other weights. Some models
+    read one that their config class does not declare, as those of Qwen3-MoE do with head_dim."""
+    changed = copy.deepcopy(found)
+    holder = getattr(changed, part) if part else changed
+    value = getattr(holder, setting)
     if type(value) not in (int, bool):
         return False
-    changed = copy.deepcopy(found)
-    setattr(changed, setting, not value if type(value) is bool else 2 * value)
+    setattr(holder, setting, not value if type(value) is bool else 2 * value)
     shapes = []
     for one in found, changed:
         with torch.device("meta"):
