@@ -263,6 +263,21 @@ def test_an_average_of_the_weights(task, tmp_path, processes):
     assert difference({name: kept[f"optimizer.state.{name}.average"] for name in average}, average) < 1e-5
 
 
+def test_an_average_that_begins_in_the_middle(task, tmp_path, monkeypatch):
+    """It would begin with the first weights of the model."""
+    config, *_ = task
+    settings = "--optim.schedule", "constant", "--optim.warmup_steps", 1
+    run(tmp_path, config, *settings, "--run.max_steps", 3)
+    namespace = {"torch": torch, "train": train}
+    exec(AVERAGE, namespace)
+    monkeypatch.setattr(train, "build_optimizer", namespace["build_optimizer"])
+    done = run(tmp_path, config, *settings, expect=2)
+    kept = "exp_avg, exp_avg_sq, step, and build_optimizer now keeps average, exp_avg, exp_avg_sq, step"
+    assert f"step-00000003 is of another optimizer: of each weight, it has {kept}; run.init_from" in done.output
+    allowed = run(tmp_path, config, *settings, "--run.allow_changes", "[optim.learning_rate]")
+    assert "now keeps average" in allowed.output and allowed.launches == [0, 3]
+
+
 class Noted(torch.optim.SGD):
     """Notes the weights after each step of the other optimizers."""
 
