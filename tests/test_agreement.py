@@ -33,6 +33,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
+import train
 from samerun.run import checkpoint
 from samerun.run.agreement import checksums_of_code, differences
 from samerun.run.replicas import checksum_of_bits
@@ -165,7 +166,7 @@ def test_code_beside_the_script(tmp_path, monkeypatch):
         sys.modules.pop("own_task")
         importlib.import_module("own_task")
         found = checksums_of_code(tmp_path / "train.py")
-        assert found["code of own_task.py"] == hashlib.sha256(text.encode()).hexdigest()[:12]
+        assert found["own_task.py"] == hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @pytest.mark.slow
@@ -370,6 +371,17 @@ def test_launch_is_recorded(config, tmp_path, monkeypatch):
     done = run(tmp_path, config)
     assert "The launch is not as before: precision no in the checkpoint, bf16 now.\n" in done.output
     assert done.logged("plan/precision") == ["no", "bf16"]
+
+
+def test_other_code_is_told(config, tmp_path, monkeypatch):
+    """A fork's loss may have changed. The settings would not tell."""
+    run(tmp_path, config, "--run.max_steps", 5)
+    same = run(tmp_path, config, "--run.max_steps", 6)
+    copy = tmp_path / "train.py"
+    copy.write_text((ROOT / "train.py").read_text() + "# Other code.\n")
+    monkeypatch.setattr(train, "__file__", str(copy))
+    changed = run(tmp_path, config, "--run.max_steps", 7)
+    assert "code is not" not in same.output and "The code is not as it was before: train.py.\n" in changed.output
 
 
 def test_commit_is_that_of_the_script(config, tmp_path, monkeypatch):

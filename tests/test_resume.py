@@ -761,7 +761,7 @@ def test_processes_that_do_not_see_each_other(whole, tmp_path, monkeypatch, devi
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: device == "gpu")
     done = run(tmp_path, whole[0], expect=2)
-    assert "2 processes" in done.output and "accelerate_configs/" in done.output
+    assert "launch: WORLD_SIZE" in done.output and "start by accelerate launch" in done.output
     assert not list(tmp_path.rglob("status.json"))
 
 

@@ -95,7 +95,7 @@ def launch_facts(config: Config, versions: dict[str, str], script: Path) -> dict
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             facts[f"version of {name}"] = version(name)
-    return facts | checksums_of_code(script)
+    return facts | {f"code of {name}": checksum for name, checksum in checksums_of_code(script).items()}
 
 
 def is_place(setting: str) -> bool:
@@ -123,7 +123,7 @@ def checksums_of_code(script: Path) -> dict[str, str]:
         if is_beside and path.suffix == ".py" and path.is_file():
             files[str(path.relative_to(script.parent))] = path
     files |= {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
-    return {f"code of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
 
 
 def settings_of(model: torch.nn.Module) -> dict[str, Any]:
