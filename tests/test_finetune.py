@@ -530,7 +530,9 @@ def test_lora_of_embeddings_and_output_layer(tmp_path, tied, targets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, how", [("Llama", "alone"), ("GPT-2", "alone"), ("GPT-2", "DDP"), ("Llama", "FSDP2")])
+@pytest.mark.parametrize(
+    "kind, how", [("Llama", "alone"), ("GPT-2", "alone"), ("GPT-2", "DDP"), ("Llama", "FSDP2"), ("GPT-2", "FSDP2")]
+)
 def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
     """The end of a turn is new to the model. Its rows in embedding and output layer are trained, tied (GPT-2) or not,
     and the model comes to end its turns: nearly as likely as if all its weights were trained."""
@@ -567,6 +569,36 @@ def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
     settings = "--run.resume", done.folder / "checkpoints" / "step-00000050", "--run.output_dir", tmp_path / "more"
     more = run(tmp_path, config, *settings, *chunked)  # With so high a learning rate, other chunks show after 30 steps.
     np.testing.assert_allclose(more.losses, done.losses[50:], rtol=1e-4)
+
+
+TIED = ["wte"], ["lm_head"], ["wte", "lm_head"]
+
+
+@pytest.mark.parametrize("trained", TIED)
+def test_lora_trains_layers_that_were_tied(tmp_path, trained):
+    """They begin with the numbers of both, of which peft makes copies."""
+    start = tiny_model(tmp_path / "start", learned_positions=True)
+    before = load_file(start / "model.safetensors")["transformer.wte.weight"]
+    settings = Model(pretrained=str(start), lora={"r": 2, "target_modules": ["c_attn"], "modules_to_save": trained})
+    model = make_model(settings, transformers.AutoConfig.from_pretrained(start), len(before), seed=7)
+    for layer in model.get_input_embeddings(), model.get_output_embeddings():
+        for weight in layer.parameters():
+            assert torch.equal(weight, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [[], *TIED])
+def test_lora_of_a_tied_model_in_shards(tmp_path, trained):
+    """With the modules around layers that an option of the launcher puts there."""
+    config = tiny_config(tmp_path)
+    tiny_model(tmp_path / "start", learned_positions=True)
+    lora = {"r": 2, "target_modules": ["c_attn"], "modules_to_save": trained or None}
+    config["run"]["max_steps"], config["optim"]["warmup_steps"], config["model"]["lora"] = 4, 0, lora
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    options = "--mixed_precision", "no", "--fsdp_activation_checkpointing", "true"
+    done = test_launchers.launch(tmp_path, config, "fsdp2", options=options, warm=True)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    assert adapters(done).keys() == adapters(one).keys() and difference(adapters(done), adapters(one)) < 1e-5
 
 
 @pytest.mark.parametrize("trained", [["embed_tokens", "lm_head"], ["norm", "mlp"]])

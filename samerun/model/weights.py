@@ -128,13 +128,14 @@ class FirstWeights:
 
     def places_in(self, model: torch.nn.Module) -> Places:
         """Where this rank keeps a weight, by the name that it has without adapters: tensors, and the rows they want."""
-        places = {}
+        places, tied = {}, model.all_tied_weights_keys
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             plain, rows = WRAPPERS.sub("", name), None
             if TOKEN_ROWS.search(name):
                 adapter = model.get_submodule(TOKEN_ROWS.sub("token_adapter", name))
                 plain = WRAPPERS.sub("", TOKEN_ROWS.sub("weight", name))
                 rows = torch.tensor(adapter.token_indices["default"])
+            plain = tied.get(plain, plain)  # A copy of an output layer that peft has made is no longer tied.
             is_wanted = plain in self.names and (isinstance(tensor, torch.nn.Parameter) or self.config.pretrained)
             if (is_wanted or rows is not None) and not tensor.is_meta:
                 places.setdefault(plain, []).append((tensor, rows))
@@ -144,7 +145,9 @@ class FirstWeights:
 def names_of_placeholders(model: torch.nn.Module) -> set[str]:
     """Of its parameters that have no numbers yet."""
     weights = getattr(model, "first_weights", None)
-    waiting = weights.names if isinstance(weights, FirstWeights) else set()
+    if not isinstance(weights, FirstWeights):
+        return set()
+    waiting = weights.names | {copy for copy, name in model.all_tied_weights_keys.items() if name in weights.names}
     return {name for name, _ in model.named_parameters() if WRAPPERS.sub("", TOKEN_ROWS.sub("weight", name)) in waiting}
 
 

@@ -1,5 +1,6 @@
 """FSDP2 and HSDP: each rank holds a shard of the weights, and gathers those of one layer at a time."""
 
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from samerun.errors import require
+from samerun.model.loss import patched
 
 # How FSDP2 computes in bf16 and float8. Accelerate's and torch's own policies would also sum over the ranks in bf16.
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -29,6 +31,22 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
     advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
     require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(sorted(named))}; {advice}")
     return sorted(present)
+
+
+@contextmanager
+def whole_embeddings(model: torch.nn.Module):
+    """While Accelerate shards a model whose output layer has the weight of the input embedding within an adapter, hide
+    both layers, so that they stay together. It would only see that they share a weight if there were no adapter."""
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
+    if are_tied and layers[0].weight is not layers[1].weight:
+        with (
+            patched(model, "get_input_embeddings", lambda: None),
+            patched(model, "get_output_embeddings", lambda: None),
+        ):
+            yield
+    else:
+        yield
 
 
 def before_backward(module: torch.nn.Module, accumulation: str, is_last: bool, recurse: bool = True) -> None:

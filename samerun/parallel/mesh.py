@@ -27,7 +27,14 @@ from samerun.model.loss import add_metrics, joins_documents, patched
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
-from samerun.parallel.fsdp import BF16_POLICY, before_backward, names_of_layers, shard_layers, sharding_options
+from samerun.parallel.fsdp import (
+    BF16_POLICY,
+    before_backward,
+    names_of_layers,
+    shard_layers,
+    sharding_options,
+    whole_embeddings,
+)
 from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads
 from samerun.parallel.pipeline import PipelineGroups, PipelineSchedule, check_layers, same_length
 from samerun.parallel.probe import first_difference, try_out_whole
@@ -97,7 +104,8 @@ class Parallelism:
             self.plugin.mixed_precision_policy = BF16_POLICY
         if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
             self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
-        wrapped, *_ = self.accelerator.prepare(model, *optimizers)
+        with whole_embeddings(model) if self.layout.is_sharded else nullcontext():
+            wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         if self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)
         if self.config.batch.accumulation == "kept_weights":

@@ -61,6 +61,7 @@ def export_model(setup: Setup) -> None:
         return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
 
     if is_adapter:
+        unwrap_layers(setup.model)
         wanted = set(gather_object(names_of_adapter(setup.model)))
         adapter = {name: read(name, {0}) for name in planned if name in wanted}
         if accelerator.is_main_process:
@@ -220,6 +221,15 @@ def write_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config, fold
         model.generation_config.save_pretrained(folder)  # An adapter does not save it.
     if tokenizer:
         tokenizer.save_pretrained(folder)
+
+
+def unwrap_layers(model: torch.nn.Module) -> None:
+    """Take out the modules that fsdp_activation_checkpointing has put around layers: by their names, peft would not
+    know the weights of its adapters."""
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if hasattr(layer, "_checkpoint_wrapped_module"):
+                setattr(module, name, layer._checkpoint_wrapped_module)
 
 
 def names_of_adapter(model: torch.nn.Module) -> list[str]:
