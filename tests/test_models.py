@@ -662,3 +662,12 @@ def test_models_with_code_of_their_own_keep_their_masks():
     assert has_known_layers(model)
     other = type("Own", (transformers.LlamaForCausalLM,), {"__module__": "transformers_modules.own"})(found)
     assert not has_known_layers(other)
+
+
+def test_models_that_see_later_tokens_keep_their_attention():
+    """A fork may train one. On a GPU, kernels for joined documents are always causal."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    causal, both = (
+        transformers.BertLMHeadModel(transformers.BertConfig(**shape, is_decoder=it)) for it in (True, False)
+    )
+    assert has_known_layers(causal) and not has_known_layers(both)

@@ -185,7 +185,8 @@ def has_known_layers(model: transformers.PreTrainedModel) -> bool:
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     chooses = getattr(model.config, "index_topk", None) is not None  # Which tokens it attends to.
     is_known = type(model).__module__.startswith("transformers.")
-    return is_known and layers <= {"full_attention", "sliding_attention"} and not chooses
+    are_causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    return is_known and are_causal and layers <= {"full_attention", "sliding_attention"} and not chooses
 
 
 def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[int] = ()) -> torch.nn.Module:

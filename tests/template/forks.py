@@ -1,6 +1,7 @@
 """Forks of this template, as the lines that they change. None of them edits a room of samerun/.
 
 make(folder, CLASSIFIER)        another task; its module lies beside train.py: tests/forks/classifier.py
+make(folder, OWN_MODEL)         a model that is not of transformers; its module is tests/forks/own_model.py
 make(folder, METHOD)            another loss, optimizer, schedule and log line, and what its tests expect of them
 """
 
@@ -61,6 +62,10 @@ CLASSIFIER: Edits = {
         ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
     ],
 }
+OWN_MODEL: Edits = {
+    "train.py": [("from samerun.cli import", "import own_model  # noqa: F401\nfrom samerun.cli import")],
+}
+
 METHOD: Edits = {
     "train.py": [
         (  # The loss: z-loss, as in PaLM (arXiv:2204.02311), section 5.

@@ -5,6 +5,7 @@ without a conflict, and what the script promises holds for the fork, too.
 """
 
 import difflib
+import importlib
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, difference, launch
+from helpers import ROOT, VOCABULARY, difference, launch, tiny_config
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
@@ -162,6 +163,30 @@ def test_one_process_continued_on_two(task, tmp_path):
     done = launch(tmp_path, config, processes=2, script=script, warm=True)
     assert done.launches == [0, 24] and difference(done.weights, first) < 1e-5
     check(done, task, 1)
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    """The run of a plain loop, on one process and in the shards of two, and an export; one line of train.py is new."""
+    module = ROOT / "tests/forks/own_model.py"
+    forks.make(tmp_path / "fork", forks.OWN_MODEL, module)
+    monkeypatch.syspath_prepend(module.parent)
+    own_model = importlib.import_module("own_model")
+    config, start = tiny_config(tmp_path), tmp_path / "own"
+    config["run"]["save_every"] = 20
+    config["model"]["pretrained"] = str(start)
+    torch.manual_seed(1)
+    own_model.OwnModel(own_model.OwnConfig(vocab_size=VOCABULARY, initializer_range=0.1)).save_pretrained(start)
+    rows, held_out = (list(datasets.load_from_disk(tmp_path / name)) for name in ("rows", "held-out"))
+    order = shuffled(7, len(rows), 300)
+    did = train_reference(config, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]], held_out)
+    script = tmp_path / "fork" / "train.py"
+    alone = launch(tmp_path, config, "--run.output_dir", tmp_path / "alone", script=script)
+    did.check(alone)
+    wrapper = ROOT / "tests" / "wrapper_cpu_as_gpu.py", script
+    how = {"launcher": "fsdp2", "processes": 2, "options": ("--mixed_precision", "no"), "script": wrapper}
+    settings = "--run.resume", alone.folder / "checkpoints" / "step-00000020", "--batch.max_micro_batch_size", 2
+    done = launch(tmp_path, config, *settings, **how)
+    assert done.launches == [20] and difference(done.weights, alone.weights) < 1e-5
 
 
 def test_another_method_passes_the_suite_with_newer_rooms(tmp_path):
