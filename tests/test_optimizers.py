@@ -13,10 +13,11 @@ from helpers import ROOT, difference, launch, run, tiny_config, tiny_model
 from reference import adamw, shuffled, train_reference
 
 import train
-from samerun.config import Model, Optim
+from samerun.config import Model
 from samerun.model.build import make_model
 from samerun.optim import hidden_matrices
 
+Optim = train.Settings.model_fields["optim"].annotation  # A fork may have one with more settings.
 STEPS, RATE = 12, 0.005
 # Muon makes its matrices orthogonal in bf16. That can turn a difference of 1e-7 in a gradient into one of an update's
 # size, which would hide a mistake. So here it computes in float32, by kellerjordan.github.io/posts/muon.
