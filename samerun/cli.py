@@ -59,7 +59,7 @@ def describe(error: ValidationError, kind: type[Config] = Config) -> str:
         else:
             text = f"{problem['msg']}, not {problem['input']!r}"
             if problem["type"] == "string_type" and isinstance(problem["input"], bool):
-                text += "; in YAML, yes, no, on and off need quotes to be words"
+                text += "; in YAML, yes, no, on and off need quotes to be words, as \"'off'\" in a command"
         problems.setdefault(path, []).append(text)
     lines = []
     for path, texts in problems.items():

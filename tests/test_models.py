@@ -18,7 +18,15 @@ from samerun.data.batches import collate
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
 from samerun.meeting import Meeting
-from samerun.model.build import add_lora, compile_model, flops_per_token, has_known_layers, make_model, shapes_weights
+from samerun.model.build import (
+    add_lora,
+    check_architecture,
+    compile_model,
+    flops_per_token,
+    has_known_layers,
+    make_model,
+    shapes_weights,
+)
 from samerun.model.checks import (
     check_chunks,
     check_loss,
@@ -188,6 +196,34 @@ def test_a_switch_that_only_the_model_knows():
         assert shapes_weights("router_bias", found)
     found = transformers.AutoConfig.for_model("longcat_flash", **shape, ruoter_bias=True)
     assert not shapes_weights("ruoter_bias", found)
+
+
+DBRX = {"model_type": "dbrx", "d_model": 32, "n_heads": 2, "n_layers": 1, "ffn_config": {"ffn_hidden_size": 32}}
+HUNYUAN = {"model_type": "hunyuan_v1_dense", **SHAPE, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "architecture, unknown",
+    [
+        (DBRX | {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4}}, None),  # Without it, there is no model.
+        (DBRX | {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qvk": 8}}, "clip_qvk"),
+        (HUNYUAN | {"rope_parameters": {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0, "rope_theta": 1e4}}, None),
+        (HUNYUAN | {"rope_scaling": {"rope_type": "dynamic", "alfa": 8.0, "factor": 1.0}}, "alfa"),
+    ],
+)
+def test_settings_that_have_no_effect(architecture, unknown):
+    found = transformers.AutoConfig.for_model(**architecture)
+    with pytest.raises(UserError, match=f"has no setting {unknown};") if unknown else contextlib.nullcontext():
+        check_architecture(architecture, found)
+
+
+def test_a_tower_for_images_is_no_layer_of_the_text():
+    """It sees later parts of an image. Rows of text are joined all the same."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = sizes | {"num_key_value_heads": 1, "head_dim": 16}, sizes | {"image_size": 28, "patch_size": 14}
+    found = transformers.AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        assert has_known_layers(transformers.AutoModelForCausalLM.from_config(found))
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -21,7 +21,10 @@ from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
 from samerun.value_types import as_list
 
 # Fields of any transformers config that settings of the run decide.
-SET_ELSEWHERE = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "attn_implementation": "model.attention"}
+OF_THE_LAUNCH = "leave it out; model.dtype and the mixed_precision of the launch decide it"
+SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_implementation": "give model.attention"}
+# The last three are of HunYuan and PhiMoE.
+ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -48,29 +51,27 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
 
 def check_architecture(architecture: dict[str, Any], found: transformers.PreTrainedConfig) -> None:
     """Raises UserError for settings that transformers takes without a word, and that would have no effect."""
-    for name, setting in SET_ELSEWHERE.items():
-        require(name not in architecture, f"model.architecture: {name} has no effect here; give {setting}")
-    check_declared(architecture, found)
+    check_settings(architecture, found)
     for part in found.sub_configs:
         if isinstance(architecture.get(part), dict):
-            check_declared(architecture[part], found, part)
-    rope = architecture.get("rope_parameters") or architecture.get("rope_scaling")
-    if isinstance(rope, dict):
-        known = {*RopeParameters.__annotations__, "type", *found.ignore_keys_at_rope_validation}
-        known |= {*(getattr(type(found)(), "rope_parameters", None) or {})}  # Those of the family.
-        of_kinds = [part for part in rope.values() if isinstance(part, dict)]  # One for each kind of layer.
-        given = [key for part in of_kinds or [rope] for key in part]
-        refuse([key for key in given if key not in known], f"the rope of {found.model_type}", known)
+            check_settings(architecture[part], found, part)
 
 
-def check_declared(given: dict[str, Any], found: transformers.PreTrainedConfig, part: str = "") -> None:
-    """Raises UserError for settings, of a whole config or of a part, that its class does not declare."""
-    holder = getattr(found, part) if part else found
-    known = type(holder)().to_dict()
-    unknown = [key for key in given if key in holder.to_dict() and key not in known]
+def check_settings(given: dict[str, Any], found: transformers.PreTrainedConfig, part: str = "") -> None:
+    """check_architecture() of a whole config, or of one of its parts."""
+    for name, advice in SET_ELSEWHERE.items():
+        require(name not in given, f"model.architecture: {name} has no effect here; {advice}")
+    holder, title = getattr(found, part) if part else found, part or found.model_type
+    defaults = type(holder)().to_dict()
+    unknown = [key for key in given if key in holder.to_dict() and key not in defaults]
     with as_user_error(f"model.architecture: cannot build {given}"):
         unknown = [key for key in unknown if not shapes_weights(key, found, part)]
-    refuse(unknown, part or found.model_type, known)
+    refuse(unknown, title, defaults)
+    rope = given.get("rope_scaling") or given.get("rope_parameters")
+    if isinstance(rope, dict):
+        known = {*ROPE_SETTINGS, *holder.ignore_keys_at_rope_validation, *(defaults.get("rope_parameters") or {})}
+        of_kinds = [each for each in rope.values() if isinstance(each, dict)]  # One for each kind of layer.
+        refuse([key for each in of_kinds or [rope] for key in each if key not in known], f"the rope of {title}", known)
 
 
 def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
@@ -81,20 +82,27 @@ def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
 
 
 def shapes_weights(setting: str, found: transformers.PreTrainedConfig, part: str = "") -> bool:
-    """Whether another value of this setting, which may be one of a part of the config, makes other weights. Some models
-    read one that their config class does not declare, as those of Qwen3-MoE do with head_dim."""
-    changed = copy.deepcopy(found)
+    """Whether a model cannot be built without this setting, which may be one of a part of the config, or another value
+    of it makes other weights. Some models read one that their config class does not declare, as those of Qwen3-MoE do
+    with head_dim."""
+    shapes, without, changed = shapes_of(found), copy.deepcopy(found), copy.deepcopy(found)
+    try:
+        delattr(getattr(without, part) if part else without, setting)
+        shapes_of(without)
+    except Exception:  # Whatever the code of the model makes of it.
+        return True
     holder = getattr(changed, part) if part else changed
     value = getattr(holder, setting)
     if type(value) not in (int, bool):
         return False
     setattr(holder, setting, not value if type(value) is bool else 2 * value)
-    shapes = []
-    for one in found, changed:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(one)
-        shapes.append([weight.shape for weight in model.parameters()])
-    return shapes[0] != shapes[1]
+    return shapes_of(changed) != shapes
+
+
+def shapes_of(found: transformers.PreTrainedConfig) -> list[torch.Size]:
+    """Those of the weights of a model."""
+    with torch.device("meta"):
+        return [weight.shape for weight in transformers.AutoModelForCausalLM.from_config(found).parameters()]
 
 
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
@@ -185,7 +193,7 @@ def has_known_layers(model: transformers.PreTrainedModel) -> bool:
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     chooses = getattr(model.config, "index_topk", None) is not None  # Which tokens it attends to.
     is_known = type(model).__module__.startswith("transformers.")
-    are_causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    are_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
     return is_known and are_causal and layers <= {"full_attention", "sliding_attention"} and not chooses
 
 

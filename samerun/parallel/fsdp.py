@@ -36,7 +36,7 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
 @contextmanager
 def whole_embeddings(model: torch.nn.Module):
     """While Accelerate shards a model whose output layer has the weight of the input embedding within an adapter, hide
-    both layers, so that they stay together. It would only see that they share a weight if there were no adapter."""
+    both layers, so that they stay together. With the adapter in between, it does not see that they share the weight."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
     if are_tied and layers[0].weight is not layers[1].weight:

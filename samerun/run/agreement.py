@@ -86,7 +86,7 @@ def differences(told: list[list[Any]]) -> list[str]:
     return lines
 
 
-def launch_facts(config: Config, versions: dict[str, str], script: Path) -> dict[str, Any]:
+def launch_facts(config: Config, versions: dict[str, str], code: dict[str, str]) -> dict[str, Any]:
     """What must be the same on all ranks before they do anything together."""
     facts = {name: value for name, value in flatten(config.model_dump(mode="json")).items() if not is_place(name)}
     facts |= launcher_settings()
@@ -95,7 +95,7 @@ def launch_facts(config: Config, versions: dict[str, str], script: Path) -> dict
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             facts[f"version of {name}"] = version(name)
-    return facts | {f"code of {name}": checksum for name, checksum in checksums_of_code(script).items()}
+    return facts | {f"code of {name}": checksum for name, checksum in code.items()}
 
 
 def is_place(setting: str) -> bool:

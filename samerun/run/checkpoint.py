@@ -290,8 +290,8 @@ def load_checkpoint(
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
     if any(group["params"] for optimizer in optimizers for group in optimizer.param_groups):
-        allowed = any(name.startswith("optim") for name in parallel.config.run.allow_changes)
-        check_same_state(folder, kinds_of_state(saved), kinds_of_state(state), allowed)
+        allowed = any(name.startswith(("optim", "own")) for name in parallel.config.run.allow_changes)
+        check_same_state(folder, saved, state, allowed)
     forget_unused(model, optimizers, saved)
     # Without the state of a weight that had no gradient before the checkpoint: there is none to load.
     state = {name: value for name, value in state.items() if name in saved or name.startswith("model.")}
@@ -303,22 +303,27 @@ def load_checkpoint(
     parallel.load_state(state, model, optimizers)
 
 
+def check_same_state(folder: Path, saved: Iterable[str], state: Iterable[str], allowed: bool) -> None:
+    """Raises UserError if the optimizers keep something else of the weights than those that saved the checkpoint did:
+    what a checkpoint does not have begins as if there were no steps before. Says so if that is allowed.
+
+    A rank of a pipeline may have none of the weights that one of several optimizers trains.
+    """
+    own = tuple(name.replace("model.", "optimizer.state.", 1) + "." for name in state if name.startswith("model."))
+    kept = kinds_of_state(name for name in saved if name.startswith(own))
+    ours, kept_of_any = kinds_of_state(state), kinds_of_state(saved)
+    if kept <= ours <= kept_of_any:
+        return
+    they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, ours))
+    difference = f"{folder} is of another optimizer: for each weight, it has {they}, and build_optimizer now keeps {we}"
+    advice = "begin a new run with its weights by run.init_from, or continue: --run.allow_changes '[optim.name]'"
+    require(allowed, f"{difference}; {advice}")
+    say(f"{difference}. What it lacks begins anew.")
+
+
 def kinds_of_state(names: Iterable[str]) -> set[str]:
     """What optimizers keep of a weight, such as exp_avg, by the names of tensors in a checkpoint."""
     return {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
-
-
-def check_same_state(folder: Path, saved: set[str], ours: set[str], allowed: bool) -> None:
-    """Raises UserError if the optimizers keep something else of the weights than those that saved the checkpoint did:
-    what a checkpoint does not have begins as if there were no steps before. Says so if that is allowed."""
-    if saved == ours:
-        return
-    kept, keep = (", ".join(sorted(kinds)) or "nothing" for kinds in (saved, ours))
-    difference = (
-        f"{folder} is of another optimizer: of each weight, it has {kept}, and build_optimizer now keeps {keep}"
-    )
-    require(allowed, f"{difference}; run.init_from begins a new run with its weights")
-    say(f"{difference}. What it lacks begins anew.")
 
 
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:

@@ -224,8 +224,8 @@ def write_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config, fold
 
 
 def unwrap_layers(model: torch.nn.Module) -> None:
-    """Take out the modules that fsdp_activation_checkpointing has put around layers: by their names, peft would not
-    know the weights of its adapters."""
+    """Take out the modules that fsdp_activation_checkpointing has put around layers: they change the names of weights,
+    by which peft knows its adapters."""
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if hasattr(layer, "_checkpoint_wrapped_module"):

@@ -112,8 +112,9 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
     if which == "last":
         return found
     name = progress_in(found[1]).best_checkpoint if which == "best" else checkpoint_name(int(which))
-    advice = "no evaluation was finite yet" if config.run.keep_best else "run.keep_best keeps it"
-    require(name, f"--export best: {found[0]} knows of no best one; {advice}")
+    require(
+        name, f"--export best: {found[0]} knows of no best one; run.keep_best keeps it, from its first evaluation on"
+    )
     path = folder / name
     there = ", ".join(str(step_of(one)) for one in list_checkpoints(folder))
     require(path.is_dir(), f"--export {which}: there is no {path}; there are those of the steps {there}")

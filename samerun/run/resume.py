@@ -16,7 +16,7 @@ from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
-from samerun.run.agreement import OF_NO_MODEL, checksums_of_code, settings_of
+from samerun.run.agreement import OF_NO_MODEL, settings_of
 from samerun.run.checkpoint import (
     Progress,
     changed_settings,
@@ -44,8 +44,8 @@ def flat_config(setup: Setup) -> dict[str, Any]:
     return flatten({**setup.config.model_dump(), **more})
 
 
-def run_record(setup: Setup, versions: dict[str, str], script: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says about the run of this script, besides its progress."""
+def run_record(setup: Setup, versions: dict[str, str], code: dict[str, str]) -> dict[str, Any]:
+    """What the manifest of a checkpoint says about the run, besides its progress."""
     return {
         "config": flat_config(setup),
         "model": flatten(settings_of(setup.model)),
@@ -53,7 +53,7 @@ def run_record(setup: Setup, versions: dict[str, str], script: Path) -> dict[str
         "plan": asdict(setup.plan),
         "evaluation": eval_fingerprint(setup) if setup.eval_data else None,
         "versions": versions,
-        "code": checksums_of_code(script),
+        "code": code,
         "launch": describe_launch(setup.accelerator, setup.parallel.layout),
     }
 
@@ -137,7 +137,7 @@ def say_if_code_has_changed(before: dict[str, str], now: dict[str, str]) -> None
     changed = [name for name in before.keys() & now.keys() if before[name] != now[name]]
     if changed:
         first, *others = sorted(changed, key=lambda name: (name.count("/"), name))  # What lies beside train.py first.
-        say(f"The code is not as it was before: {first}{f' and {len(others)} more files' if others else ''}.")
+        say(f"The code is not as it was before: {first}{f', and others: {len(others)}' if others else ''}.")
 
 
 def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:

@@ -6,6 +6,7 @@ A fork here is a script that imports train.py and replaces one of its functions;
 import functools
 import json
 import re
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -18,6 +19,8 @@ from safetensors.torch import load_file
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
+from samerun.errors import UserError
+from samerun.run.checkpoint import check_same_state
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -273,9 +276,19 @@ def test_an_average_that_begins_in_the_middle(task, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "build_optimizer", namespace["build_optimizer"])
     done = run(tmp_path, config, *settings, expect=2)
     kept = "exp_avg, exp_avg_sq, step, and build_optimizer now keeps average, exp_avg, exp_avg_sq, step"
-    assert f"step-00000003 is of another optimizer: of each weight, it has {kept}; run.init_from" in done.output
-    allowed = run(tmp_path, config, *settings, "--run.allow_changes", "[optim.learning_rate]")
+    assert f"step-00000003 is of another optimizer: for each weight, it has {kept}; begin a new run" in done.output
+    allowed = run(tmp_path, config, *settings, "--run.allow_changes", "[optim.name]")
     assert "now keeps average" in allowed.output and allowed.launches == [0, 3]
+
+
+def test_a_rank_without_weights_of_one_optimizer():
+    """As in the middle of a pipeline, where all weights may be Muon's."""
+    saved = {"optimizer.state.wte.weight.exp_avg", "optimizer.state.layer.weight.momentum_buffer"}
+    of_muon = {"model.layer.weight", "optimizer.state.layer.weight.momentum_buffer"}
+    check_same_state(Path("step"), saved, of_muon, allowed=False)
+    for others in {"optimizer.state.layer.weight.exp_avg_sq"}, {"optimizer.state.layer.weight.exp_avg"}, set():
+        with pytest.raises(UserError, match="momentum_buffer, and build_optimizer now keeps"):
+            check_same_state(Path("step"), saved, {"model.layer.weight", *others}, allowed=False)
 
 
 class Noted(torch.optim.SGD):
