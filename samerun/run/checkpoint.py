@@ -309,10 +309,11 @@ def check_same_state(folder: Path, saved: Iterable[str], state: Iterable[str], a
 
     A rank of a pipeline may have none of the weights that one of several optimizers trains.
     """
-    own = tuple(name.replace("model.", "optimizer.state.", 1) + "." for name in state if name.startswith("model."))
-    kept = kinds_of_state(name for name in saved if name.startswith(own))
-    ours, kept_of_any = kinds_of_state(state), kinds_of_state(saved)
-    if kept <= ours <= kept_of_any:
+    kept_of, ours_of = kinds_of_state(saved), kinds_of_state(state)
+    own = [name.removeprefix("model.") for name in state if name.startswith("model.")]
+    kept = set().union(*(kept_of.get(name, ()) for name in own))
+    ours = set().union(*ours_of.values())
+    if kept <= ours <= set().union(*kept_of.values()):
         return
     they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, ours))
     difference = f"{folder} is of another optimizer: for each weight, it has {they}, and build_optimizer now keeps {we}"
@@ -321,15 +322,20 @@ def check_same_state(folder: Path, saved: Iterable[str], state: Iterable[str], a
     say(f"{difference}. What it lacks begins anew.")
 
 
-def kinds_of_state(names: Iterable[str]) -> set[str]:
-    """What optimizers keep of a weight, such as exp_avg, by the names of tensors in a checkpoint."""
-    return {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
+def kinds_of_state(names: Iterable[str]) -> dict[str, set[str]]:
+    """What optimizers keep of each weight, such as exp_avg, by the names of tensors in a checkpoint."""
+    kinds = {}
+    for name in names:
+        if name.startswith("optimizer.state."):
+            weight, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
+            kinds.setdefault(weight, set()).add(kind)
+    return kinds
 
 
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:
     """Delete the new state of weights of which the checkpoint has none. Up to it they never had a gradient."""
+    with_state = kinds_of_state(saved)
     for name, parameter in getattr(model, "module", model).named_parameters():
-        prefix = f"optimizer.state.{without_wrappers(name)}."
-        if not any(key.startswith(prefix) for key in saved):
+        if without_wrappers(name) not in with_state:
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
