@@ -29,6 +29,9 @@ def lora(house: House) -> None:
     house.drop_element("REFUSED", "model.lora")
     house.drop_statements("export_checkpoint", "--merge")
     house.reword(" With model.lora, their rows are trained.", "")
+    house.reword(
+        "model.dtype and the mixed_precision of the launch decide it", "the mixed_precision of the launch decides it"
+    )
 
 
 def samples(house: House) -> None:
