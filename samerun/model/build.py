@@ -85,16 +85,17 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig, part: str
     """Whether a model cannot be built without this setting, which may be one of a part of the config, or another value
     of it makes other weights. Some models read one that their config class does not declare, as those of Qwen3-MoE do
     with head_dim."""
-    shapes, without, changed = shapes_of(found), copy.deepcopy(found), copy.deepcopy(found)
+    without, changed = copy.deepcopy(found), copy.deepcopy(found)
+    holder = getattr(changed, part) if part else changed
+    value = getattr(holder, setting)
+    if not isinstance(value, int | float):
+        return False
+    shapes = shapes_of(found)
     try:
         delattr(getattr(without, part) if part else without, setting)
         shapes_of(without)
     except Exception:  # Whatever the code of the model makes of it.
         return True
-    holder = getattr(changed, part) if part else changed
-    value = getattr(holder, setting)
-    if type(value) not in (int, bool):
-        return False
     setattr(holder, setting, not value if type(value) is bool else 2 * value)
     return shapes_of(changed) != shapes
 
