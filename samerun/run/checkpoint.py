@@ -313,7 +313,8 @@ def check_same_state(folder: Path, saved: Iterable[str], state: Iterable[str], a
     own = [name.removeprefix("model.") for name in state if name.startswith("model.")]
     kept = set().union(*(kept_of.get(name, ()) for name in own))
     ours = set().union(*ours_of.values())
-    if kept <= ours <= set().union(*kept_of.values()):
+    is_new = not kept_of  # No update was made before the checkpoint.
+    if is_new or kept <= ours <= set().union(*kept_of.values()):
         return
     they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, ours))
     difference = f"{folder} is of another optimizer: for each weight, it has {they}, and build_optimizer now keeps {we}"
