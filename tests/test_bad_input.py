@@ -1084,8 +1084,9 @@ case(
     argv=[*CONFIG, "--plan", "2"],
     env={"PARALLELISM_CONFIG_SP_SIZE": ""},
 )
-for left_over in {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}:
-    case(f"{left_over} without a launcher", {}, "launch: WORLD_SIZE or LOCAL_RANK is set", "MASTER_ADDR", env=left_over)
+for name, value in ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"):
+    words = "launch: WORLD_SIZE or LOCAL_RANK is set", "MASTER_ADDR"
+    case(f"{name} without a launcher", {}, *words, env={name: value})
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})
 
 

@@ -23,7 +23,7 @@ def truth(tmp_path_factory):
 
     # What the comparison is worth: clipping works on some steps, no epoch ends with a step, the model has learned.
     clipped = [norm > config["optim"]["max_grad_norm"] for norm in did.grad_norms]
-    assert 5 < sum(clipped) < len(clipped) and len(rows) % size and did.losses[-1] < did.losses[0] - 1
+    assert 5 < sum(clipped) < 25 and len(rows) % size and did.losses[-1] < did.losses[0] - 1
     before = load_file(folder / "start" / "model.safetensors")
     assert all((did.weights[name] - before[name]).abs().max() > 0.01 for name in before)
     return config, did

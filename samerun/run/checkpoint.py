@@ -289,10 +289,11 @@ def load_checkpoint(
     state = parallel.state_to_save(model, optimizers)
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
-    if any(group["params"] for optimizer in optimizers for group in optimizer.param_groups):
+    kept = kinds_of_state(saved)
+    if optimizers:
         allowed = any(name.startswith(("optim", "own")) for name in parallel.config.run.allow_changes)
-        check_same_state(folder, saved, state, allowed)
-    forget_unused(model, optimizers, saved)
+        check_same_state(folder, kept, state, allowed)
+    forget_unused(model, optimizers, kept)
     # Without the state of a weight that had no gradient before the checkpoint: there is none to load.
     state = {name: value for name, value in state.items() if name in saved or name.startswith("model.")}
     with as_user_error(f"{folder} is of another model"):
@@ -303,20 +304,20 @@ def load_checkpoint(
     parallel.load_state(state, model, optimizers)
 
 
-def check_same_state(folder: Path, saved: Iterable[str], state: Iterable[str], allowed: bool) -> None:
+def check_same_state(folder: Path, kept: dict[str, set[str]], state: Iterable[str], allowed: bool) -> None:
     """Raises UserError if the optimizers keep something else of the weights than those that saved the checkpoint did:
     what a checkpoint does not have begins as if there were no steps before. Says so if that is allowed.
 
-    A rank of a pipeline may have none of the weights that one of several optimizers trains.
+    A rank of a pipeline may have none of the weights that one of several optimizers trains. `kept`: see
+    kinds_of_state(). `state`: the names of what this rank has.
     """
-    kept_of, ours_of = kinds_of_state(saved), kinds_of_state(state)
     own = [name.removeprefix("model.") for name in state if name.startswith("model.")]
-    kept = set().union(*(kept_of.get(name, ()) for name in own))
-    ours = set().union(*ours_of.values())
-    is_new = not kept_of  # No update was made before the checkpoint.
-    if is_new or kept <= ours <= set().union(*kept_of.values()):
+    theirs = set().union(*(kept.get(name, ()) for name in own))
+    ours = set().union(*kinds_of_state(state).values())
+    is_new = not kept  # No update was made before the checkpoint.
+    if is_new or theirs <= ours <= set().union(*kept.values()):
         return
-    they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, ours))
+    they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (theirs, ours))
     difference = f"{folder} is of another optimizer: for each weight, it has {they}, and build_optimizer now keeps {we}"
     advice = "begin a new run with its weights by run.init_from, or continue: --run.allow_changes '[optim.name]'"
     require(allowed, f"{difference}; {advice}")
@@ -333,10 +334,9 @@ def kinds_of_state(names: Iterable[str]) -> dict[str, set[str]]:
     return kinds
 
 
-def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], saved: Iterable[str]) -> None:
-    """Delete the new state of weights of which the checkpoint has none. Up to it they never had a gradient."""
-    with_state = kinds_of_state(saved)
+def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], kept: Iterable[str]) -> None:
+    """Delete the new state of weights of which the checkpoint kept none. Up to it they never had a gradient."""
     for name, parameter in getattr(model, "module", model).named_parameters():
-        if without_wrappers(name) not in with_state:
+        if without_wrappers(name) not in kept:
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
