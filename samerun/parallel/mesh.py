@@ -104,7 +104,7 @@ class Parallelism:
             self.plugin.mixed_precision_policy = BF16_POLICY
         if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
             self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
-        with whole_embeddings(model) if self.config.model.lora is not None else nullcontext():
+        with whole_embeddings(model) if self.layout.is_sharded and self.config.model.lora else nullcontext():
             wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         if self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)
