@@ -25,10 +25,8 @@ from samerun.value_types import Columns, Location, Names, Text, Texts
 # What decides a run besides its settings. Checkpoints and run.allow_changes have them under these names.
 ROWS, ROW_ORDER, FROZEN = "data fingerprint", "order of the rows", "frozen weights"
 
-
 # A run that has begun may continue with another value of such a setting. Any other setting decides what the run learns.
 MAY_CHANGE = "may change"
-
 
 MayChange = Annotated[TypeVar("Type"), MAY_CHANGE]  # MayChange[int] is int with this mark, for may_change().
 

@@ -17,9 +17,7 @@ def as_list(value: Any) -> Any:
 
 Text = Annotated[str, Field(min_length=1)]
 
-
 Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None)]
-
 
 # A column, or two: of prompts and of their completions.
 Columns = Annotated[
@@ -35,6 +33,5 @@ def as_names(value: Any) -> Any:
 
 
 Names = Annotated[list[Text], BeforeValidator(as_names, json_schema_input_type=Text | list[Text] | None)]
-
 
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.

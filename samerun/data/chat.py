@@ -15,15 +15,10 @@ from samerun.data.order import running_sum
 
 # The roles of chat templates, and what they are called in ShareGPT's messages of from and value.
 ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
-
-
 ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
-
 
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # The keys of a message by which programs name them.
 INSTEAD_OF_CONTENT = "tool_calls", *THOUGHTS  # What an assistant's turn may have.
-
-
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
 
 

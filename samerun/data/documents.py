@@ -31,10 +31,8 @@ class Format:
 
 PAIR = ["prompt", "completion"]  # As TRL calls them. Only the completion is learned.
 
-
 # A message in Arrow: JSON, or a struct with the fields role and content, or from and value, in any order.
 MESSAGE = r"(extension<arrow\.json>|(?=.*\brole: ).*\bcontent: (?!timestamp)|(?=.*\bfrom: ).*\bvalue: (?!timestamp))"
-
 
 FORMATS = {
     "text": Format([["text"], PAIR], r"(large_)?string", "text"),
@@ -45,7 +43,6 @@ FORMATS = {
     ),
     "tokens": Format([["input_ids"]], r"(large_|fixed_size_)?list<\w+: u?int", "lists of integers (token ids)"),
 }
-
 
 # Columns beside input_ids in which other programs put 0 for a token, and what that means.
 MARKS = {

@@ -94,9 +94,7 @@ BUILDERS = {
     ".arrow": "arrow",
 }
 
-
 ARCHIVES = {".zip", ".tar", ".tgz"}
-
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", *ARCHIVES}  # datasets unpacks them.
 

@@ -15,7 +15,6 @@ from samerun.files import replace_file
 
 LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 
-
 LONGEST = 120  # Characters of an answer.
 
 

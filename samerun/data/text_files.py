@@ -73,7 +73,6 @@ def with_texts_for_times(field: pa.Field) -> pa.Field:
 
 READERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}
 
-
 # By default, datasets takes words such as None and NA in a .csv for empty cells, and if rows have a cell more than the
 # header, it shifts the columns. Local conversations with some other columns it would take for traces of agents.
 READING = {

@@ -17,10 +17,8 @@ from samerun.files import stamp
 
 SUFFIXES = {".bin", ".npy"}
 
-
 # What the number in the header of Megatron's .idx says of the tokens in its .bin. Its other types are no integers.
 MEGATRON_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-
 
 BATCH = 10_000  # Documents whose rows are worked out at a time.
 

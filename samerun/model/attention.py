@@ -37,7 +37,6 @@ def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
 
 DOCUMENTS = "documents"  # The name of document_attention() among the attentions of transformers.
 
-
 # Older versions of torch have no enable_gqa. They take fewer key heads without it.
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 

@@ -39,7 +39,6 @@ TEXTS = (
     "cafe\u0301 \ufb01 \u212b",
 )
 
-
 SPACES = ("▁", "Ġ")  # How SentencePiece and GPT-2 write a space at the begin of a token.
 
 

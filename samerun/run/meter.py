@@ -16,7 +16,6 @@ from samerun.errors import is_main_process, say
 
 TRAINING = ("data", "micro_steps", "optimizer")  # The phases whose time counts in tokens per second.
 
-
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
 PEAK_TFLOPS = {
     "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "no": 67},
