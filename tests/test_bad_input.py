@@ -346,7 +346,17 @@ case(
 )
 case("empty file", {"data.files": "TMP/empty.txt"}, "TMP/empty.txt: it is empty", make=file("empty.txt"))
 case("empty table", ROWS, "data: cannot load TMP/rows.jsonl: it is empty", make=jsonl())
-case("broken jsonl", ROWS, "data", "TMP/rows.jsonl", "JSON", "row 1", make=jsonl({"text": "fine"}, '{"text": "cut of'))
+case(
+    "broken jsonl",
+    ROWS,
+    "data: cannot load TMP/rows.jsonl: ",
+    "line 3 is no JSON: Unterminated string starting at: character 10",
+    make=jsonl({"text": "fine"}, "", '{"text": "cut of'),
+)
+case(
+    "broken json", ROWS | {"data.files": "TMP/a.json"}, "TMP/a.json", "line 2 column 2", make=file("a.json", b"[1,\n }")
+)
+case("a number for a row", ROWS, "TMP/rows.jsonl", "line 2 is 5, and no object", make=jsonl({"text": "fine"}, 5))
 case(
     "not utf-8",
     {"data.files": "TMP/latin.txt"},
@@ -358,16 +368,15 @@ case(
 case(
     "not utf-8 in a jsonl",
     ROWS,
-    "data.column: 'text', in the part from row 0 on, counted from 0: ",
-    "Invalid UTF8",
-    "index 1",
+    "data: cannot load TMP/rows.jsonl: ",
+    "'text' of row 1, counted from 0, is not UTF-8",
     make=file("rows.jsonl", '{"text": "fine"}\n{"text": "Müll"}\n{"text": "fine"}\n'.encode("latin-1")),
 )
 case(
     "not utf-8 in a chat",
     TEMPLATE,
-    "data.column: 'messages', in the part from row 0 on, counted from 0: ",
-    "Invalid UTF8",
+    "data: cannot load TMP/rows.jsonl: ",
+    "'messages' of row 0, counted from 0, is not UTF-8",
     make=file(
         "rows.jsonl",
         '{"messages": [{"role": "user", "content": "Müll"}, {"role": "assistant", "content": "b"}]}'.encode("latin-1"),
@@ -421,16 +430,13 @@ case(
     "one bad file of many",
     {"data.files": "TMP/many/*.jsonl"},
     "cannot load TMP/many/2.jsonl: ",
-    "JSON",
-    "row 1",
+    "line 2 is no JSON",
     make=files('{"text": "a"}', '{"text": "b"}', '{"text": "c"}\n{"text": "d', '{"text": "e'),
 )
 case(
     "files of other columns",
     {"data.files": "TMP/many/*.jsonl"},
-    "cannot load TMP/many/0.jsonl together with TMP/many/2.jsonl",
-    "body",
-    "text",
+    "1 of 4 rows are null in 'text'; the first is row 2",
     make=files('{"text": "a"}', '{"text": "b"}', '{"body": "c"}', '{"text": "d"}'),
 )
 case("chat for text", ROWS, "data.column", "'text'", "data.format chat", make=jsonl({"text": [USER]}))
@@ -492,16 +498,31 @@ case(
     "data.chat_template: it leaves out what is said by user and assistant",
     make=jsonl({"messages": [USER]}),
 )
+case(
+    "chat with a mapping for a content",
+    TEMPLATE,
+    "row 1",
+    "the content {'ok': True}, which is no text; quote it",
+    make=jsonl({"messages": [USER]}, {"messages": [USER, {"role": "assistant", "content": {"ok": True}}]}),
+)
+for messages in "hello", {"role": "user"}, 5:
+    case(
+        f"{messages} for messages",
+        TEMPLATE,
+        f"row 1, counted from 0: ValueError: {messages!r} is not a list of messages",
+        make=jsonl({"messages": [USER]}, {"messages": messages}),
+    )
+case(
+    "a text for a message", TEMPLATE, "row 1", "a message is 'a'", make=jsonl({"messages": [USER]}, {"messages": ["a"]})
+)
 case("a null message", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [USER, None]}))
 case("no messages", TEMPLATE, "row 1", "no messages", make=jsonl({"messages": [USER]}, {"messages": []}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))
 case(
     "messages without a role",
     TEMPLATE,
-    "data",
-    "'messages'",
-    "role",
-    "content",
+    "data: cannot use messages as chat: row 0, counted from 0: ",
+    "a message has speaker, says, and no role",
     make=jsonl({"messages": [{"speaker": "human", "says": "hello"}]}),
 )
 case(

@@ -267,6 +267,28 @@ def test_a_call_without_arguments(made, arguments):
     assert '{"name": "now", "arguments": {}}' in pieces[1]
 
 
+NUMBERS = {"tol": 1e-12, "price": 1.84, "lat": 37.77492912345678, "big": 2**70, "zip": "02139", "is": [True, None]}
+
+
+@pytest.mark.parametrize("others", [[], [{"a": 1}, {"tol": 1, "zip": ["1"], "is": "true"}]], ids=["alone", "others"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_arguments_are_as_they_were_written(made, tmp_path, suffix, others):
+    """Also where those of other calls are of other types."""
+    rows = [with_call(arguments, [WEATHER]) for arguments in [*others, NUMBERS]]
+    text = json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows))
+    (tmp_path / f"x.{suffix}").write_text(text)
+    *_, pieces = made(tmp_path / f"x.{suffix}", "qwen3.jinja")
+    assert f'"arguments": {json.dumps(NUMBERS)}}}' in pieces[1]
+
+
+@pytest.mark.parametrize("said", ['"hello"', '{"a": 1}', "[1]", "02139", "null"])
+def test_texts_that_look_like_json(made, said):
+    """Beside contents in parts, which are lists."""
+    row = chat(("user", [{"type": "text", "text": "a"}]), ("assistant", said))
+    [pieces] = made([row], chat_template=CHATML)
+    assert pieces == [qwen("user", "a") + "<|im_start|>assistant\n", f"{said}<|im_end|>", "\n"]
+
+
 def test_no_calls(made):
     """Arrow may give each message the list of another one, which is empty."""
     row = chat(("user", "a"), ("assistant", "b", {"tool_calls": []}))

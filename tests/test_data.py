@@ -17,7 +17,7 @@ from test_finetune import END, START, by_hand, byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from samerun.config import Data, Model
+from samerun.config import Data, Model, Source
 from samerun.data import sources
 from samerun.data.batches import Prefetcher, StepBatch
 from samerun.data.documents import load_documents
@@ -264,6 +264,31 @@ def test_dates_are_texts_as_they_are_written(tmp_path, before, after):
             (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     config = Data(files=str(tmp_path), drop_nulls=True)
     assert load_documents(config, config)["text"][:] == [text for text in before + DATES + after if text]
+
+
+@pytest.mark.parametrize("other", [1.5, True, {"a": 1}, ["b"]], ids=str)
+def test_what_is_no_text_is_not_learned(tmp_path, other):
+    """Also in a file after another one, where datasets would write it as a text."""
+    for name, text in ("a", "x"), ("b", other):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+    config = Data(files=str(tmp_path))
+    with pytest.raises(UserError, match="data.column: 'text' holds JSON such as .*, not text"):
+        load_documents(config, config)
+
+
+def test_columns_of_all_kinds_in_a_later_part(tmp_path):
+    """A part is 10 MiB. A column that comes later is null before, and one that is not read may be of any type."""
+    rows = [{"text": "a" * 1000, "n": 1, "tags": None}] * 12_000
+    rows += [{"text": "b", "n": "one", "tags": [1], "more": {"x": 1}}, {"text": "c", "tags": ["x"]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    documents = sources.load_source(Source(files=str(tmp_path / "a.jsonl")))
+    assert documents[-3:] == {
+        "text": ["a" * 1000, "b", "c"],
+        "n": [1, "one", None],
+        "tags": [None, [1], ["x"]],
+        "more": [None, {"x": 1}, None],
+    }
+    assert len(documents) == len(rows)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])

@@ -32,6 +32,8 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: 
     for number, own_tools, *parts in zip(numbers, tools, *(batch[name] for name in columns if name != TOOLS)):
         try:
             schemas = tools_of(own_tools)
+            if len(parts) == 1 and isinstance(parts[0], str):
+                raise ValueError(f"{parts[0]!r} is not a list of messages")
             turns = [turns_of(messages, role) for messages, role in zip(parts, ("user", "assistant"))]
             ids, is_learned = tokenize_turns(list(itertools.chain(*turns)), encoder, schemas, train_on)
             prompt = tokenize_turns(turns[0], encoder, schemas)[0] if len(parts) == 2 else []
@@ -242,9 +244,13 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
     """Messages as chat templates know them: role, content, and what else they have. A text is said by `role`."""
     if isinstance(messages, str):
         return [{"role": role, "content": messages}]
+    if not isinstance(messages, list):
+        raise ValueError(f"{messages!r} is not a list of messages")
     turns = []
     for message in messages:
         turn = present(message) or {}
+        if not isinstance(turn, dict):
+            raise ValueError(f"a message is {turn!r}; it has a role and a content")
         if "from" in turn:
             role = turn.pop("from")
             if role not in ROLES:
@@ -267,7 +273,7 @@ def check_turn(turn: dict[str, Any]) -> None:
     usual = str(role).strip().lower()
     if role != usual and usual in ROLES.values():  # What such an assistant says would not be learned.
         raise ValueError(f"a message has the role {role!r}; write {usual!r}")
-    if isinstance(content, (int, float)):
+    if not isinstance(content, (str, list, type(None))):
         raise ValueError(f"a message has the content {content!r}, which is no text; quote it")
     says_more = role == "assistant" and any(turn.get(name) for name in INSTEAD_OF_CONTENT)
     if content is None and role in ("system", "user", "assistant") and not says_more:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from samerun.config import Data, Source
 from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
 from samerun.data.sources import load_source
+from samerun.data.text_files import JSON
 from samerun.errors import UserError, as_user_error, require, say
 
 
@@ -98,16 +100,28 @@ def choose_columns(found: list[str], config: Data) -> list[str]:
 def check_types(documents: datasets.Dataset, format: str) -> None:
     columns = {name: values for name, values in zip(documents.column_names, documents.data.columns) if name != TOOLS}
     for name, values in columns.items():
-        of_type = re.match(FORMATS[format].arrow_type, str(values.type))
+        formats = formats_of(values)
+        of_type = format in formats
         if format == "chat" and len(columns) == 2:  # A prompt and its completion may be a text each.
-            of_type = of_type or re.match(FORMATS["text"].arrow_type, str(values.type))
-        others = [other for other, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
-        advice = f"; that is data.format {others[0]}" if others else ""
+            of_type = of_type or "text" in formats
+        advice = f"; that is data.format {formats[0]}" if formats else ""
         if "timestamp" in str(values.type):
             advice = "; datasets takes texts of the Hub's .jsonl for times if all are dates: save them as .parquet"
-        require(of_type, f"data.column: {name!r} holds {values.type}, not {FORMATS[format].words}{advice}")
+        held = f"JSON such as {first_json(values):.60}" if values.type == JSON else values.type
+        require(of_type, f"data.column: {name!r} holds {held}, not {FORMATS[format].words}{advice}")
         whole = format != "tokens" or pc.list_flatten(values).null_count == 0
         require(whole, f"data.column: {name!r} holds null among the tokens of a row")
+
+
+def formats_of(values: pa.ChunkedArray) -> list[str]:
+    """The formats that take values of this type. Of JSON, the first value tells; the others are tokenize_chat()'s."""
+    if values.type == JSON:
+        return ["chat"] if first_json(values).startswith("[{") else []
+    return [format for format, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
+
+
+def first_json(values: pa.ChunkedArray) -> str:
+    return next((value.as_py() for value in values if value.is_valid), "null")
 
 
 def check_encoding(documents: datasets.Dataset) -> None:

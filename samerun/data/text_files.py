@@ -4,18 +4,15 @@ A builder needs a room of its own: `datasets` replaces `os`, `open` and others i
 """
 
 import itertools
+import json
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import Any, TextIO
 
 import datasets
 import pandas as pd
 import pyarrow as pa
-import pyarrow.json
 from datasets.builder import Key
 from datasets.packaged_modules.csv.csv import Csv
-from datasets.packaged_modules.json import json as module_of_json
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.text.text import Text
 
@@ -41,34 +38,141 @@ class TableFiles(Csv):
                     yield Key(shard, number), pa.Table.from_pandas(rows, schema, preserve_index=False)
 
 
+JSON = pa.json_()  # In a text.
+ROWS_AT_ONCE = 1000  # Of a list.
+
+
+class OtherTypes(datasets.exceptions.DatasetGenerationError):
+    """A column has another type than in the rows before."""
+
+
 class JsonFiles(Json):
-    """Dates are texts. Where all of a part are dates, Arrow would make times of them, and lose how they are written."""
+    """Texts, and lists of integers or of booleans, get these types. Anything else stays JSON, each value by itself.
+
+    datasets would make times of texts that are all dates, round numbers such as 1e-12, read texts that look like JSON,
+    and make texts of numbers that come after texts. Arrow would give each message the keys of all.
+    """
 
     def download_and_prepare(self, *args, **options) -> None:
-        reader = SimpleNamespace(**vars(pyarrow.json) | {"read_json": read_json})
-        with mock.patch.object(module_of_json, "paj", reader):  # Json gives Arrow's reader no schema.
-            super().download_and_prepare(*args, **options)
+        self.types: dict[str, pa.DataType] = {}  # Of each column.
+        while True:
+            try:
+                return super().download_and_prepare(*args, **options)
+            except OtherTypes:  # All rows are read again, with the types that are known now.
+                self.info.features = None
+
+    def _generate_tables(self, base_files: list, files_iterables: list, **_) -> Iterator[tuple[Key, pa.Table]]:
+        for shard, file in enumerate(itertools.chain(*files_iterables)):
+            first = 0
+            for number, rows in enumerate(parts_of(file, self.config)):
+                columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+                yield Key(shard, number), self.table_of(columns, len(rows), first)
+                first += len(rows)
+        if not (self.types or self.config.features):
+            raise ValueError("it has no rows")
+
+    def table_of(self, columns: dict[str, list], length: int, first: int) -> pa.Table:
+        """Raises OtherTypes unless they are those of the tables before. `first`: the number of the first row."""
+        if self.config.features:  # The README of a folder tells the types.
+            return self._cast_table(pa.table(columns))
+        before = self.types
+        self.types = before | {name: type_of(values, before.get(name)) for name, values in columns.items()}
+        if self.info.features is not None and self.types != before:
+            raise OtherTypes
+        nulls = [None] * length
+        arrays = {name: array_of(columns.get(name, nulls), kind, name, first) for name, kind in self.types.items()}
+        return pa.table(arrays)
 
 
-def read_json(opened, read_options: pyarrow.json.ReadOptions) -> pa.Table:
-    """As that of pyarrow.json, but what it takes for times is read as text."""
-    table = pyarrow.json.read_json(opened, read_options)
-    schema = pa.schema([with_texts_for_times(field) for field in table.schema])
-    if schema == table.schema:
-        return table
-    opened.seek(0)
-    return pyarrow.json.read_json(opened, read_options, pyarrow.json.ParseOptions(explicit_schema=schema))
+def parts_of(file: str, config: datasets.BuilderConfig) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a file, some at a time: its lines, or what is in the list that the file, or a field of it, is."""
+    with open_json(file, config) as lines:
+        first = next((line for line in lines if line.strip()), "{}")
+    if config.field is None and first.lstrip().startswith("{") and is_json(first):
+        yield from parts_of_lines(file, config)
+        return
+    with open_json(file, config) as opened:
+        whole = json.load(opened)
+    if config.field is not None:
+        whole = whole[config.field]
+    values = whole if isinstance(whole, list) else [whole]
+    rows = [row_of(value, f"row {number}, counted from 0,") for number, value in enumerate(values)]
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        yield rows[start : start + ROWS_AT_ONCE]
 
 
-def with_texts_for_times(field: pa.Field) -> pa.Field:
-    kind = field.type
-    if pa.types.is_timestamp(kind):
-        kind = pa.string()
-    elif pa.types.is_list(kind):
-        kind = pa.list_(with_texts_for_times(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct(map(with_texts_for_times, kind))
-    return field.with_type(kind)
+def parts_of_lines(file: str, config: datasets.BuilderConfig) -> Iterator[list[dict[str, Any]]]:
+    before = 0
+    with open_json(file, config) as opened:
+        while lines := opened.readlines(config.chunksize):
+            rows = [row_of_line(line, number) for number, line in enumerate(lines, before + 1) if line.strip()]
+            if rows:
+                yield rows
+            before += len(lines)
+
+
+def open_json(file: str, config: datasets.BuilderConfig) -> TextIO:
+    """Bytes that are no text of the encoding are found later, where the row is known."""
+    encoding = "utf-8-sig" if config.encoding == "utf-8" else config.encoding
+    return open(file, encoding=encoding, errors=config.encoding_errors or "surrogateescape")
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def row_of_line(line: str, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is no JSON: {error.msg}: character {error.colno}") from error
+    return row_of(value, f"line {number}")
+
+
+def row_of(value: Any, where: str) -> dict[str, Any]:
+    """A row as its columns. A text alone is a document."""
+    if isinstance(value, str):
+        return {"text": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {value!r}, and no object with columns")
+    return value
+
+
+def type_of(values: list, before: pa.DataType | None) -> pa.DataType:
+    """The type of a column with these values that had another type before; null if it has no value yet."""
+    present = [value for value in values if value is not None]
+    kinds = {type(value) for value in present}
+    parts = {type(part) for value in present for part in value} - {type(None)} if kinds == {list} else set()
+    if not kinds:
+        return before or pa.null()
+    if kinds == {str}:
+        found = pa.string()
+    elif kinds == {list} and parts <= {int}:
+        found = pa.list_(pa.int64())
+    elif parts == {bool}:
+        found = pa.list_(pa.bool_())
+    else:
+        found = JSON
+    return found if before in (None, pa.null(), found) else JSON
+
+
+def array_of(values: list, kind: pa.DataType, name: str, first: int) -> pa.Array:
+    if kind == JSON:
+        values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        return pa.ExtensionArray.from_storage(JSON, texts_of(values, name, first))
+    return texts_of(values, name, first) if kind == pa.string() else pa.array(values, kind)
+
+
+def texts_of(values: list[str | None], name: str, first: int) -> pa.Array:
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError as error:
+        row = first + values.index(error.object)
+        raise ValueError(f"{name!r} of row {row}, counted from 0, is not UTF-8, or half of a surrogate pair") from error
 
 
 READERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}

@@ -1,5 +1,6 @@
 """From documents to token ids and labels."""
 
+import json
 import math
 import multiprocessing
 import signal
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -137,18 +139,19 @@ def tokenize_part(
     if is_chat:
         settings["train_on"] = config.train_on
     try:
-        part.map(
-            tokenize_chat if is_chat else tokenize_text,
-            fn_kwargs=settings,
-            with_indices=True,
-            batched=True,
-            batch_size=64,
-            remove_columns=columns,
-            features=smallest_types(encoder.tokenizer, has_labels=is_chat or len(columns) == 2),
-            cache_file_name=str(file),
-            new_fingerprint=f"{file.parent.name}-{file.stem}",
-            desc=f"Tokenize {file.stem}",
-        )
+        with mock.patch.object(datasets.features.features, "ujson_loads", json.loads):  # Which rounds numbers.
+            part.map(
+                tokenize_chat if is_chat else tokenize_text,
+                fn_kwargs=settings,
+                with_indices=True,
+                batched=True,
+                batch_size=64,
+                remove_columns=columns,
+                features=smallest_types(encoder.tokenizer, has_labels=is_chat or len(columns) == 2),
+                cache_file_name=str(file),
+                new_fingerprint=f"{file.parent.name}-{file.stem}",
+                desc=f"Tokenize {file.stem}",
+            )
     except LookupError as error:  # From tokenize_chat(): the number of a document, and why it cannot be used.
         at, *why = error.args
         if not why:
