@@ -417,6 +417,7 @@ case(
     "text, title",
     make=jsonl({"text": "a", "title": "b"}),
 )
+case("one column twice", ROWS | {"data.column": ["text", "text"]}, "data.column", "twice", make=jsonl({"text": "a"}))
 case("default column absent", ROWS, "data.column", "'text'", "the data has content", make=jsonl({"content": "a"}))
 case(
     "null text",

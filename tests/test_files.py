@@ -70,6 +70,25 @@ def test_what_is_read(folder, patterns, found):
     assert texts(*absolute) == found
 
 
+def test_links_that_lead_nowhere(folder):
+    """As those of git-annex whose files were not fetched."""
+    (folder / "docs" / "lost.txt").symlink_to("nowhere")
+    for pattern in "docs", "docs/*", "docs/lost.txt":
+        with pytest.raises(UserError, match="data.files: docs/lost.txt is a link to a file that is not there"):
+            list_files([pattern])
+    assert "docs/lost.txt" not in list_files(["docs", "!docs/lost.txt"])
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path):
+    """datasets would read the one that the pattern matches."""
+    for name, text in ("run[1]", "right"), ("run1", "wrong"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+    with pytest.raises(UserError, match="takes its name for a pattern; name the folder in the list `files`"):
+        load_source(Source(path=str(tmp_path / "run[1]")))
+    assert texts(str(tmp_path / "run[1]")) == ["right"]
+
+
 def test_the_home_folder(folder, monkeypatch):
     """In a YAML file, no shell replaces the ~."""
     monkeypatch.setenv("HOME", str(folder))

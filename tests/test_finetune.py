@@ -567,8 +567,9 @@ def test_lora_learns_new_tokens(chat, tmp_path, kind, how):
         ends += [chances[place - 1, 259].item() for place in said if place < 64]
     assert np.mean(ends) > 0.4 and len(ends) > 2  # 0.004 where the rows of new tokens stay as they are.
     settings = "--run.resume", done.folder / "checkpoints" / "step-00000050", "--run.output_dir", tmp_path / "more"
-    more = run(tmp_path, config, *settings, *chunked)  # With so high a learning rate, other chunks show after 30 steps.
-    np.testing.assert_allclose(more.losses, done.losses[50:], rtol=1e-4)
+    more = run(tmp_path, config, *settings, *chunked)
+    # Later, at so high a learning rate, the roundings of other chunks or of another number of ranks show.
+    np.testing.assert_allclose(more.losses[:25], done.losses[50:75], rtol=1e-4)
 
 
 TIED = ["wte"], ["lm_head"], ["wte", "lm_head"]

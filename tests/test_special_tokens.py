@@ -51,6 +51,24 @@ def special_ids(tokenizer) -> list[int]:
     return tokenizer.convert_tokens_to_ids([name for name in ("<s>", "</s>") if name in tokenizer.get_vocab()])
 
 
+TEMPLATE = (ROOT / "configs" / "chat_template.jinja").read_text()
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_a_tokenizer_that_splits_special_tokens_by_itself(tmp_path, parse):
+    """Its config may say so. What is to be parsed is parsed all the same, and so is what a chat template writes."""
+    tokenizer = load_tokenizer(Data(files="a", tokenizer=byte_tokenizer(tmp_path / "t", TEMPLATE)), Model())
+    conversation = [{"role": "user", "content": "a"}]
+    expected = [
+        Encoder(tokenizer, parse).texts(["a<|im_end|>"]),
+        tokenize_turns(conversation, Encoder(tokenizer, parse))[0],
+    ]
+    tokenizer.split_special_tokens = True
+    assert Encoder(tokenizer, parse).texts(["a<|im_end|>"]) == expected[0]
+    assert tokenize_turns(conversation, Encoder(tokenizer, parse))[0] == expected[1]
+    assert END in expected[1] and (END in expected[0][0][:2]) == parse
+
+
 def test_what_a_text_says_is_text(tokenizer):
     """It has the tokens of its characters, and decodes to what it was. Parsed, it has the special tokens."""
     for text, ids in zip(SAID, Encoder(tokenizer).texts(SAID)):

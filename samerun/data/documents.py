@@ -86,6 +86,7 @@ def check_marks(documents: datasets.Dataset) -> None:
 
 def choose_columns(found: list[str], config: Data) -> list[str]:
     """data.column, or those of the format; also the labels of tokens, or the tools of a chat, if there are any."""
+    require(len({*config.column}) == len(config.column), f"data.column: {config.column} names a column twice")
     choices = [config.column] if config.column else FORMATS[config.format].columns
     for names in choices:
         is_one = config.format != "tokens" or len(names) == 1

@@ -34,7 +34,7 @@ class Encoder:
     def texts(self, texts: list[str]) -> list[list[int]]:
         """The ids of documents, with the tokens by which the tokenizer begins or ends a text."""
         if self.parse:
-            return self.tokenizer(texts)["input_ids"]
+            return self.tokenizer(texts, split_special_tokens=False)["input_ids"]
         if self.needs_twin:
             return [encoding.ids for encoding in self.twin.encode_batch_fast(texts)]
         if self.tokenizer.is_fast:
@@ -75,7 +75,8 @@ class Encoder:
         if max(text.casefold().count(part) for part in (self.secret[:8], self.secret[-8:])) > len(whole):
             raise ValueError("a message names a special token, and the chat template changes that text")
         if self.parse or not (self.needs_twin or self.secret in text):
-            encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            how = {"add_special_tokens": False, "split_special_tokens": False, "return_offsets_mapping": True}
+            encoding = self.tokenizer(text, **how)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
             first = last = np.arange(len(text) + 1)
         else:

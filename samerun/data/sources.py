@@ -46,6 +46,8 @@ def list_files(patterns: list[str]) -> list[str]:
             require(is_right, f"data.files: {pattern!r} leaves nothing out, seen from {os.getcwd()}")
             kept = [file for file in kept if not is_named(file)]
     require(kept or not patterns, f"data.files: {patterns} leave out all that they name")
+    lost = next(filter(leads_nowhere, kept), None)
+    require(not lost, f"data.files: {lost} is a link to a file that is not there; to leave it out: '!{lost}'")
     return list({real_path(file): file for file in kept}.values())
 
 
@@ -66,7 +68,12 @@ def matching_files(pattern: str) -> list[str]:
         return [pattern]
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
-    return sorted(file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file))
+    return sorted(file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file) or leads_nowhere(file))
+
+
+def leads_nowhere(file: str) -> bool:
+    """Whether it is a link to what is not there, such as a file of git-annex that was not fetched."""
+    return os.path.islink(file) and not os.path.exists(file)
 
 
 def name_matcher(pattern: str) -> Callable[[str], bool]:
@@ -227,6 +234,10 @@ def saved_state(source: Source) -> dict[str, Any] | None:
     require(not os.path.isfile(source.path), "it is a file; name it in the list `files`, in place of `path`")
     file = Path(source.path, "state.json")
     if not file.is_file():
+        is_plain = not (os.path.isdir(source.path) and glob.has_magic(source.path))
+        require(
+            is_plain, "datasets takes its name for a pattern; name the folder in the list `files`, in place of `path`"
+        )
         return None
     is_whole = source.name is None and source.split == "train"
     require(is_whole, "a folder of save_to_disk holds a single data set; leave out name and split")
