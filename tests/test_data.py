@@ -17,7 +17,7 @@ from test_finetune import END, START, by_hand, byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from samerun.config import Data, Model, Source
+from samerun.config import Config, Data, Model, Source
 from samerun.data import sources
 from samerun.data.batches import Prefetcher, StepBatch
 from samerun.data.documents import load_documents
@@ -26,6 +26,7 @@ from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.data.tokenize import tokenize, tokenize_text
 from samerun.errors import UserError
+from samerun.model.build import build_model
 from samerun.model.tokenizer import load_tokenizer
 from samerun.run.sample import encode_prompt
 
@@ -75,6 +76,15 @@ def test_tokens_need_no_tokenizer(config, tmp_path):
     assert not list(done.folder.glob("model/token*")) and list(named.folder.glob("model/token*"))
     assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
     assert "In the loss is, for example: [" in done.output
+
+
+def test_special_tokens_beside_ready_tokens(config, tmp_path):
+    """They get embeddings, as they do beside texts."""
+    for added, size in ([], 384), (["<a>", "<b>"], 386):
+        data = {"format": "tokens", "tokenizer": "bytes", "special_tokens": added}
+        settings = Config(**(config | {"data": config["data"] | data}))
+        model = build_model(settings, load_tokenizer(settings.data, settings.model))
+        assert model.get_input_embeddings().num_embeddings == size
 
 
 @pytest.mark.parametrize("values", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])

@@ -114,8 +114,10 @@ def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase 
 
 
 def rows_needed(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> int:
-    """How many embeddings a run wants to have. Ready tokens came with their vocabulary."""
-    return number_of_ids(tokenizer) if tokenizer and config.data.format != "tokens" else 0
+    """How many embeddings a run wants to have. Ready tokens came with their vocabulary, to which the config may add."""
+    if config.data.format == "tokens":
+        return 1 + max(added_tokens(config, tokenizer), default=-1)
+    return number_of_ids(tokenizer) if tokenizer else 0
 
 
 def added_tokens(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> list[int]:
