@@ -12,9 +12,22 @@ from reference import batch_sizes, shuffled, train_reference
 
 import train
 from samerun.config import Config
+from samerun.run.meter import Meter
 
 # 23 rows: 4 steps of 3 rows, 5 of 7, and 21 of 10, so that epochs end inside of steps and of stages.
 WARMUP = [{"steps": 4, "rows": 3}, {"steps": 5, "rows": 7}]
+
+
+def test_the_time_left_knows_the_rows_of_all_steps(tmp_path, monkeypatch):
+    """A second for each row, in 3 steps of 3 rows, 2 of 7 and 3 of 10."""
+    monkeypatch.setattr(Meter, "seconds_left", lambda self, rows: rows)
+    left = []
+    monkeypatch.setattr(train, "show", lambda step, last, metrics, names, seconds: left.append(seconds))
+    config = tiny_config(tmp_path)
+    config["batch"]["warmup"] = [{"steps": 3, "rows": 3}, {"steps": 2, "rows": 7}]
+    config["optim"]["warmup_steps"] = 0
+    run(tmp_path, config, "--run.max_steps", 8, "--run.log_every", 1)
+    assert [seconds for seconds in left if seconds is not None] == [50, 47, 44, 37, 30, 20, 10, 0]
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,18 @@ def test_a_window_without_a_step_has_no_rates():
     assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Nothing since.
 
 
+def test_the_time_left_is_that_of_the_rows_left():
+    """Steps of 8 rows that take 4 s, after a slow first one. Whatever comes between steps will come again."""
+    clock = Clock()
+    clock.step(3600, 3600, 3600)
+    assert clock.meter.seconds_left(800) is None
+    clock.step(1, 2, 1)
+    assert clock.meter.seconds_left(800) == 400
+    clock.spend(evaluation=4, data=0)
+    clock.step(1, 2, 1)
+    assert clock.meter.seconds_left(800) == 800 / 16 * 12
+
+
 def test_warmup_is_the_first_step_only_and_in_no_rate():
     """It compiles and fills memory pools: an hour of it must not show in the rates after it."""
     slow, fast = Clock(), Clock()

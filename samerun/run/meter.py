@@ -108,10 +108,11 @@ class Meter:
         }
         return {f"perf/{name}": rate for name, rate in rates.items()}
 
-    def seconds_left(self, steps: int) -> float | None:
-        """How long so many steps will take, with all that has come between them so far. None before the second one."""
+    def seconds_left(self, rows: int) -> float | None:
+        """How long the steps of so many rows will take, with all that has come between steps so far. None before the
+        second step."""
         seconds = sum(self.seconds.values()) - self.seconds["startup"] - self.seconds["warmup"]
-        return steps * seconds / self.counts["steps"] if self.counts["steps"] else None
+        return rows * seconds / self.counts["rows"] if self.counts["steps"] else None
 
     def divide_by_device(self, seconds: Counter, busy: float) -> None:
         """Divide the training time of the window among its phases as the device did.

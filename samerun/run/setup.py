@@ -78,6 +78,10 @@ class Setup:
     def stage_at(self, step: int) -> Stage:
         return [stage for stage in self.stages if stage.first_step <= step][-1]
 
+    def rows_after(self, step: int) -> int:
+        """How many rows the steps after this one have. With batch.warmup, not all steps have equally many."""
+        return self.stages[-1].row_of(self.max_steps + 1) - self.stage_at(step).row_of(step + 1)
+
     def steps_per_epoch(self) -> float:
         return len(self.train_data) / self.plan.global_batch_size
 
