@@ -168,11 +168,13 @@ def test_options_reach_the_tracker(tmp_path):
     assert file.name.endswith(".mine")
 
 
-def test_an_option_that_does_not_exist(tmp_path):
+@pytest.mark.parametrize("option", ["no_such", "logging_dir", "run_name"])
+def test_an_option_that_does_not_exist(tmp_path, option):
+    """Or that the run folder decides."""
     config = config_of(tmp_path, "tensorboard")
-    config["run"] |= {"max_steps": 5, "tracker_options": {"tensorboard": {"no_such": 1}}}
+    config["run"] |= {"max_steps": 5, "tracker_options": {"tensorboard": {option: "1"}}}
     output = run(tmp_path, config, expect=2).output
-    assert re.search("error: run.trackers: cannot start one of them; see run.tracker_options: .*no_such", output)
+    assert re.search(f"error: run.trackers: cannot start one of them; see run.tracker_options: .*{option}", output)
     assert os.path.exists(tmp_path / "a run" / "status.json")
 
 

@@ -42,12 +42,12 @@ def start_trackers(
         if tracker in ids:
             options.setdefault(tracker, {})[option] = ids[tracker]
     options = {tracker: options.get(tracker, {}) | given.get(tracker, {}) for tracker in options | given}
-    # Accelerate's own would have the name of the project, and folders of settings beside the curves.
-    board = TensorBoardTracker(
-        name, folder.path / "tensorboard", **{"purge_step": step + 1} | options.pop("tensorboard", {})
-    )
-    accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
     with as_user_error("run.trackers: cannot start one of them; see run.tracker_options"):
+        # Accelerate's own would have the name of the project, and folders of settings beside the curves.
+        board = TensorBoardTracker(
+            name, folder.path / "tensorboard", **{"purge_step": step + 1} | options.pop("tensorboard", {})
+        )
+        accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
         accelerator.init_trackers(project, init_kwargs=options)
     folder.track = log_to_each(accelerator.trackers)
     if not accelerator.is_main_process:
