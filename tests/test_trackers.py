@@ -159,6 +159,14 @@ def test_options_of_a_tracker_that_is_not_used(tmp_path):
     assert re.search("run.tracker_options: 'wandb' is none of run.trackers", output)
 
 
+def test_options_of_a_tracker_that_does_not_exist(tmp_path):
+    """With `all`, the config cannot know which ones there are."""
+    config = config_of(tmp_path, "all")
+    config["run"]["tracker_options"] = {"tensorbord": {"flush_secs": 5}}
+    output = run(tmp_path, config, expect=2).output
+    assert re.search("error: run.tracker_options: tensorbord is no tracker; there are .*tensorboard, ", output)
+
+
 def test_options_reach_the_tracker(tmp_path):
     """As the keywords of its class: here, a part of the name of TensorBoard's files."""
     config = config_of(tmp_path, "tensorboard")

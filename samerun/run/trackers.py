@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 
 from samerun.config import Run
-from samerun.errors import as_user_error, one_line, say
+from samerun.errors import as_user_error, one_line, require, say
 from samerun.files import replace_file
 from samerun.run.folder import RunFolder
 
@@ -36,6 +36,9 @@ def start_trackers(
     ids = read_ids(note)
     ids.setdefault("id", uuid.uuid4().hex)
     given = config.tracker_options
+    unknown = given.keys() - LOGGER_TYPE_TO_CLASS.keys()  # With "all", the config could name any.
+    known = ", ".join(LOGGER_TYPE_TO_CLASS)
+    require(not unknown, f"run.tracker_options: {', '.join(sorted(unknown))} is no tracker; there are {known}")
     options = {tracker: of_run(name, ids["id"]) for tracker, of_run in RUN_OPTIONS.items()}
     options["mlflow"] = {"run_name": name}
     for tracker, (option, _) in OWN_IDS.items():
