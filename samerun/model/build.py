@@ -270,14 +270,17 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     """The FLOPs of the matrix products, forward and backward, per token of a document of this length. Only the main
     process, which logs what follows from them, counts; the others get NaN.
 
-    torch counts them on a model without storage, with eager attention because it does not see into fused kernels. For
-    a Llama they are 6 N + 12 L H Q T, as in appendix B of PaLM (arXiv:2204.02311).
+    torch counts them on a model without storage, without fused kernels because it does not see into them. For a Llama
+    they are 6 N + 12 L H Q T, as in appendix B of PaLM (arXiv:2204.02311).
     """
     if not is_main_process():
         return math.nan
     works_without_storage = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **works_without_storage)
+        if model._supports_attention_backend and has_known_layers(model):
+            transformers.AttentionInterface.register("counted", counted_attention)
+            model.set_attn_implementation("counted")
         if lora is not None:
             model = add_lora(model, lora)
     counter = FlopCounterMode(display=False)
@@ -291,6 +294,26 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
         say(f"MFU is not known: FLOPs cannot be counted for this {found.model_type}: {one_line(error)}")
         return math.nan
     return counter.get_total_flops() / length
+
+
+def counted_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention for transformers with the matrix products of each token and as many others as it can see.
+
+    Eager attention multiplies by all tokens and masks most of them. The values mean nothing: which tokens a window has
+    makes no difference to their number. As in PaLM, the later tokens count, too.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states[:, :, :sliding_window].repeat_interleave(groups, dim=1) for states in (key, value))
+    weights = (query @ key.transpose(2, 3)).softmax(3)
+    return (weights @ value).transpose(1, 2), None
 
 
 def number_of_experts(text: transformers.PreTrainedConfig) -> tuple[str, int] | None:
