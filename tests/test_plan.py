@@ -832,6 +832,22 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
         assert f"{total / 2**30:.1f}" == gib
 
 
+@pytest.mark.parametrize(
+    "given, of_file, note", [(None, "bf16", " (bf16)"), ("no", "no", " --mixed_precision no"), ("bf16", "bf16", "")]
+)
+def test_advice_has_the_precision_of_the_file_that_it_names(monkeypatch, given, of_file, note):
+    """Unless the launch was given another one: what it says is what a launch by that file is said to need."""
+    if given:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+    config = memory_config(architecture=LARGE | {"num_hidden_layers": 2})
+    config = config.model_copy(update={"perf": Perf(device_memory_gib=8.5)})
+    said = what_fits(planned(config, 2), planned_model(config))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_file)
+    set_fsdp2(monkeypatch)
+    total = sum(memory_per_device(planned(config, 2), planned_model(config)).values())
+    assert f"With accelerate_configs/fsdp2.yaml{note}: {total / 2**30:.1f} GiB." in said
+
+
 def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
     config = memory_config(tokens=1024, architecture=LARGE | {"num_hidden_layers": 1}, chunked_loss=False)
     changes = {"perf": Perf(device_memory_gib=1e-6), "optim": Optim(name="muon")}

@@ -43,7 +43,8 @@ class PlannedLaunch:
                 self.plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=None if uses_fsdp() else 2)
             is_known = self.plugin.fsdp_version == 2
             require(is_known, "launch: FSDP is not supported; take another file of accelerate_configs/")
-        self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        by_named_file = is_sharded and not uses_fsdp()  # See changed(). It is in bf16, unless the launch says another.
+        self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if by_named_file else "no")
         check_precision(self.precision)
         self.layout = layout_of(config, num_processes, self.is_sharded)
         check_combination(self.layout, config, self.precision, self.plugin)

@@ -168,7 +168,10 @@ def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> st
     if has_all_weights and launch.num_processes > 1:
         ways = {"sp": "sequence_parallel.yaml", "cp": "context_parallel.yaml"}
         files = [file for way, file in ways.items() if launch.layout.uses(way)]
-        savings = [{f"accelerate_configs/{(files or ['fsdp2.yaml'])[0]}": ""}, *SAVINGS]
+        # A plan without a launcher has float32, and the files have bf16. A precision that the launch was given stays.
+        precision = {None: " (bf16)", "no": " --mixed_precision no"}
+        note = precision.get(os.environ.get("ACCELERATE_MIXED_PRECISION"), "")
+        savings = [{f"accelerate_configs/{(files or ['fsdp2.yaml'])[0]}{note}": ""}, *SAVINGS]
     for saving in savings:
         with suppress(UserError):  # From a launch that would be refused.
             changed = launch.changed(saving)
