@@ -47,14 +47,14 @@ class Plan:
             micro_steps.append(micro_step)
         return micro_steps
 
-    def even_neighbours(self) -> str:
-        """The nearest batch sizes and process counts that leave no rank idle."""
+    def even_neighbours(self, pipeline_ranks: int = 1) -> str:
+        """The nearest batch sizes and process counts that leave no rank idle. Each rank of a pipeline needs a row."""
         rows, ranks = self.global_batch_size, self.data_parallel_size
         below = rows // ranks * ranks
         sizes = [size for size in (below, below + ranks) if size > 0]
 
         ranks_per_row = self.num_processes // ranks
-        even = [count * ranks_per_row for count in range(1, rows + 1) if rows % count == 0]
+        even = [count * ranks_per_row for count in range(1, rows // pipeline_ranks + 1) if rows % count == 0]
         fewer = [count for count in even if count <= self.num_processes]
         more = [count for count in even if count > self.num_processes]
         counts = fewer[-1:] + more[:1]
@@ -120,7 +120,7 @@ def pipeline_bubble(config: Model, plan: Plan) -> float:
     return fill / (micro_steps + fill)
 
 
-def plan_table(stages: list[Stage]) -> str:
+def plan_table(stages: list[Stage], pipeline_ranks: int = 1) -> str:
     lines = []
     for stage in stages:
         plan = stage.plan
@@ -133,7 +133,7 @@ def plan_table(stages: list[Stage]) -> str:
             "grad_accum": f"{plan.grad_accum_steps:,}",
             "tokens_per_step": f"{plan.tokens_per_step:,}",
             "idle": f"{plan.idle_share():.1%}",
-            "nearest_even": plan.even_neighbours() if plan.idle_share() else "is even",
+            "nearest_even": plan.even_neighbours(pipeline_ranks) if plan.idle_share() else "is even",
         }
         lines.append(line)
     table = pd.DataFrame(lines)

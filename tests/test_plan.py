@@ -350,6 +350,14 @@ def test_plan_names_the_nearest_even_alternatives(plans, rows, processes, sizes,
         assert {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", named)} == near
 
 
+def test_plan_names_no_even_alternative_that_a_pipeline_refuses(plans):
+    """14 rows for pipelines of 4 ranks: 2 of them have 7 rows each, and 7 would have 2."""
+    batch, model = {"global_batch_size": 14}, {"pipeline_ranks": 4, "attention": "sdpa"}
+    (line,), _ = plans(12, batch=batch, model=model)
+    assert line["nearest_even"] == "12 or 15 rows, 8 processes"
+    assert "needs at least 28 rows" in plans(28, status=2, batch=batch, model=model)[1]
+
+
 def test_plan_of_even_splits_names_no_alternative(plans):
     table, _ = plans(1, 2, 4, 8, 16)
     assert not any(re.search(r"\d", line["nearest_even"]) for line in table)

@@ -49,7 +49,8 @@ def print_plans(config: Config, process_counts: list[int], plan_stages: Callable
     silence_libraries()
     launches = [PlannedLaunch(config, count, plan_stages, loss_of) for count in process_counts]
     check_config(config, launches)
-    say(plan_table(list(itertools.chain(*(launch.stages for launch in launches)))))
+    stages = list(itertools.chain(*(launch.stages for launch in launches)))
+    say(plan_table(stages, config.model.pipeline_ranks))
     for launch in launches:
         say_if_idle(min((stage.plan for stage in launch.stages), key=lambda plan: plan.global_batch_size))
     if config.perf.device_memory_gib:

@@ -141,7 +141,7 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     example = targets[targets >= 0][:120].tolist()
     if setup.tokenizer:
         example = setup.tokenizer.decode(example)
-    say(plan_table(setup.stages))
+    say(plan_table(setup.stages, setup.config.model.pipeline_ranks))
     say(f"Launch: {', '.join(f'{name} {value}' for name, value in launch.items())}")
     fill = setup.train_data.tokens / len(setup.train_data) / length
     say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")

@@ -337,6 +337,8 @@ def pipeline_parallel(house: House) -> None:
     house.replace("plan_stages", "config.model.pipeline_ranks > 1", "False")
     house.drop_statements("plan_table", "bubble")
     house.drop_parameter("plan_batch", "least_micro_steps", 1)
+    house.drop_parameter("plan_table", "pipeline_ranks", 1)
+    house.drop_parameter("Plan.even_neighbours", "pipeline_ranks", 1)
     house.drop_setting("model.pipeline_ranks", 1)
     house.drop_setting("model.pipeline_schedule", "1F1B")
 
