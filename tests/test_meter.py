@@ -15,6 +15,7 @@ from helpers import launch, run, tiny_config
 import train
 from samerun.config import Perf
 from samerun.data.batches import Prefetcher
+from samerun.optim import Guard
 from samerun.parallel import mesh
 from samerun.parallel.mesh import Parallelism
 from samerun.run import setup as setup_room
@@ -257,6 +258,41 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     # Rows are read at the end of the step before: those of step 2 in the warmup's window.
     assert data == 16 * 4 and whole == data + 17 * (1 + 2)
     assert all(line["perf/rows_per_second"] == pytest.approx(10 / line["perf/step_seconds"]) for line in steps)
+
+
+def test_what_a_device_has_left_to_do_is_training(tmp_path, monkeypatch):
+    """Whatever makes the host wait for it: a log line, an evaluation or a save. A step takes the device a second, which
+    passes when something waits."""
+    now, left = [0.0], [0.0]
+
+    def changed(where, name, before):
+        function = getattr(where, name)
+
+        def longer(*args, **options):
+            before()
+            return function(*args, **options)
+
+        monkeypatch.setattr(where, name, longer)
+
+    def queue():
+        left[0] += 1
+
+    def wait():
+        now[0] += left[0]
+        left[0] = 0
+
+    changed(train, "forward_backward", queue)
+    for where, name in (Guard, "read"), (train, "mean_per_target"), (train, "evaluate"), (mesh, "trained_state"):
+        changed(where, name, wait)
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 18, "eval_every": 4, "save_every": 3, "log_every": 7}
+    monkeypatch.setattr(train, "Meter", partial(Meter, lambda: now[0]))
+    monkeypatch.setattr(train, "STARTED", 0.0)
+    done = run(tmp_path, config)
+    seconds = {key[8:-8]: value for key, value in done.metrics[-1].items() if key.endswith("_seconds")}
+    assert sum(seconds[phase] for phase in TRAINING) == seconds["wall"] == 18
+    rates = [line["perf/step_seconds"] for line in done.metrics if line.get("perf/step_seconds")]
+    assert rates == [pytest.approx(7 / 6), 1, 1]  # The first window has the second of the first step, not its number.
 
 
 def test_a_gpu_divides_the_training_time():
