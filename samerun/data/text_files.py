@@ -39,6 +39,7 @@ class TableFiles(Csv):
 
 
 JSON = pa.json_()  # In a text.
+json_of = json.JSONEncoder(ensure_ascii=False).encode
 ROWS_AT_ONCE = 1000  # Of a list.
 
 
@@ -162,7 +163,7 @@ def type_of(values: list, before: pa.DataType | None) -> pa.DataType:
 
 def array_of(values: list, kind: pa.DataType, name: str, first: int) -> pa.Array:
     if kind == JSON:
-        values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        values = [None if value is None else json_of(value) for value in values]
         return pa.ExtensionArray.from_storage(JSON, texts_of(values, name, first))
     return texts_of(values, name, first) if kind == pa.string() else pa.array(values, kind)
 
