@@ -1,14 +1,24 @@
 """run.hub: the model of a run on the Hub, here a small server of this machine."""
 
+import json
 import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+import yaml
 from fake_hub import FakeHub
 from helpers import launch, tiny_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+
+from samerun.cli import load_config, take_export
+from samerun.config import Config
+from samerun.run import hub as room
+from samerun.run.checkpoint import Progress
 
 
 def config_of(folder: Path, every: str = "end", **more) -> dict:
@@ -20,6 +30,71 @@ def config_of(folder: Path, every: str = "end", **more) -> dict:
 
 def push(folder: Path, config: dict, hub: FakeHub, *overrides, **options):
     return launch(folder, config, *overrides, processes=None, env=hub.environment, **options)
+
+
+def as_read(folder: Path, **more) -> Config:
+    """The config of a run in this folder, which has ended."""
+    config = config_of(folder.parent, output_dir=str(folder), **more)
+    (folder / "model").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return Config.model_validate(config)
+
+
+@pytest.fixture
+def commits(monkeypatch) -> list[str]:
+    """The messages of the commits to a Hub that does nothing else."""
+    found, made = [], SimpleNamespace(repo_id="me/tiny")
+
+    def upload_folder(commit_message, **more):
+        found.append(commit_message)
+        return SimpleNamespace(repo_url="https://hub/me/tiny")
+
+    api = SimpleNamespace(create_repo=lambda *args, **more: made, upload_folder=upload_folder)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    return found
+
+
+def test_what_was_pushed_is_pushed_again_after_another(tmp_path, commits):
+    """A longer run has pushed later checkpoints since then, and none of them is better."""
+    config, best = as_read(tmp_path / "run"), Progress(step=4)
+    for _ in range(2):
+        room.push_export(config, best)
+    assert commits == ["Step 4"]
+    room.push(tmp_path / "run" / "model", config, 8)  # As from the background.
+    for _ in range(2):
+        room.push_export(config, best)
+    assert commits == ["Step 4", "Step 8", "Step 4"]
+
+
+def test_a_note_that_is_damaged(tmp_path, commits, capsys):
+    """The model is pushed once more. What cannot be replaced is said."""
+    config, note = as_read(tmp_path / "run"), tmp_path / "run" / "hub.json"
+    note.write_bytes(b"\xff\xfe")
+    room.push_export(config, Progress(step=4))
+    assert commits == ["Step 4"] and json.loads(note.read_text()) == {"repo_id": "me/tiny", "step": 4}
+    note.unlink()
+    note.mkdir()
+    room.push_export(config, Progress(step=4))
+    assert "run.hub failed: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["2026", "lr=1e-3 #2", "true", "größer 🙂", "a: 'b\"\\"])
+def test_a_folder_of_any_name(tmp_path, monkeypatch, name):
+    """The command that exports in the background takes it for a text, as the config does."""
+    monkeypatch.chdir(tmp_path)
+    config, pushed = as_read(Path(name), every="save"), []
+
+    def command(words, **more):
+        words, export = take_export(words[2:])
+        theirs, _ = load_config(words)
+        assert theirs.run.output_dir == name and export.which == "6"
+        return SimpleNamespace(returncode=0, stdout=b"")
+
+    monkeypatch.setattr(subprocess, "run", command)
+    monkeypatch.setattr(room, "push", lambda model, config, step: pushed.append(step))
+    room.PushCheckpoints(config).run(Path(name) / "checkpoints" / "step-00000006")
+    assert pushed == [6]
 
 
 @pytest.mark.slow

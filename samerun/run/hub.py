@@ -43,7 +43,8 @@ class PushCheckpoints(Background):
         with tempfile.TemporaryDirectory(prefix=".hub-", suffix=".tmp", dir=folder) as draft:
             model = Path(draft) / "model"
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
-            words = ["--config", folder / "config.yaml", "--run.output_dir", folder, "--export", step, "--to", model]
+            words = ["--config", folder / "config.yaml", "--export", step, "--to", model]
+            words += ["--run.output_dir", json.dumps(str(folder), ensure_ascii=False)]  # In YAML, 2026 is no text.
             done = subprocess.run(
                 [sys.executable, script, *map(str, words)],
                 env=without_launch(),
@@ -69,9 +70,9 @@ def push_export(config: Config, progress: Progress) -> None:
     if config.run.keep_best and progress.best_checkpoint:
         step = step_of(Path(progress.best_checkpoint))
     note, wanted = folder / "hub.json", json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
-    if note.exists() and note.read_text() == wanted:
-        return
     try:
+        if note.exists() and note.read_bytes() == wanted.encode():
+            return
         push(folder / "model", config, step)
         replace_file(note, wanted)
     except Exception as error:
@@ -81,6 +82,7 @@ def push_export(config: Config, progress: Progress) -> None:
 def push(model: Path, config: Config, step: int) -> None:
     """Let the repository have the files of this folder and a card, in one commit. What it has is not sent again."""
     hub, run = config.run.hub, Path(config.run.output_dir)
+    (run / "hub.json").unlink(missing_ok=True)  # From now on, the repository may have another model than it says.
     api = huggingface_hub.HfApi()
     made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
