@@ -194,7 +194,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         problems = describe(error, kind)
         setting, _, _ = problems.partition(":")  # The one that was given, a part of it, or what it is a part of.
         is_given = any(f"{setting}.".startswith(f"{name}.") for name in given)
-        is_given |= "." in setting and any(f"{name}.".startswith(f"{setting}.") for name in given)
+        is_part = "." in setting or problems.startswith(f"{setting}: unknown key")  # And no section that lacks another.
+        is_given |= is_part and any(f"{name}.".startswith(f"{setting}.") for name in given)
         raise UserError(f"{'command line' if is_given else file}: {problems}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: {error}; save it as UTF-8") from None

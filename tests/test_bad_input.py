@@ -105,6 +105,18 @@ case("config is a folder", {}, "TMP: Is a directory", argv=["--config", "TMP"])
 # Keys and values -----------------------------------------------------------------------------------------------------
 
 case("unknown section", {"optimizer.learning_rate": 0.1}, "optimizer: unknown key", "did you mean optim")
+case(
+    "unknown section of an override",
+    {},
+    "command line: optimizer: unknown key; did you mean optim",
+    argv=[*CONFIG, "--optimizer.learning_rate", "3"],
+)
+case(
+    "a section that lacks a setting",
+    {"run.max_steps": None},
+    "config.yaml: run: give",
+    argv=[*CONFIG, "--run.seed", "3"],
+)
 case("unknown field", {"run.max_stepz": 5}, "run.max_stepz: unknown key", "did you mean run.max_steps")
 case(
     "field of another section",
