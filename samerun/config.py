@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from samerun.errors import UserError, require
-from samerun.value_types import Columns, Location, Names, Text, Texts
+from samerun.value_types import Columns, Folder, Location, Names, Text, Texts
 
 # What decides a run besides its settings. Checkpoints and run.allow_changes have them under these names.
 ROWS, ROW_ORDER, FROZEN = "data fingerprint", "order of the rows", "frozen weights"
@@ -49,7 +49,7 @@ class Hub(Section):
 
 
 class Run(Section):
-    output_dir: MayChange[Location] = "runs/default"
+    output_dir: MayChange[Folder] = "runs/default"
     """Folder of the run. The same command continues what it finds there."""
     max_steps: MayChange[PositiveInt | None] = None
     """Length of the run in optimizer steps, and of its schedule. Give one of max_steps, max_epochs and max_tokens."""

@@ -35,3 +35,12 @@ def as_names(value: Any) -> Any:
 Names = Annotated[list[Text], BeforeValidator(as_names, json_schema_input_type=Text | list[Text] | None)]
 
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
+
+
+def as_folder(path: str) -> str:
+    """A path with :// would be taken for folders of such names."""
+    require("://" not in path, f"{path} is no folder here; give one, and copy what is saved in it by run.after_save")
+    return path
+
+
+Folder = Annotated[Location, AfterValidator(as_folder)]

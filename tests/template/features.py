@@ -163,6 +163,7 @@ def patience(house: House) -> None:
 
 def after_save(house: House) -> None:
     house.drop_setting("run.after_save", None)
+    house.reword(", and copy what is saved in it by run.after_save", "")
     hub(house)  # Its pushes are made in the same way.
     house.drop_statements("train", "wait_for_background")
     house.drop_statements("Saver", "after_save")
