@@ -391,6 +391,18 @@ def test_refused(kept, tmp_path, words, message):
     assert not list(done.folder.glob(".*.tmp"))
 
 
+def test_not_in_place_of_where_it_runs(kept, tmp_path, monkeypatch):
+    """Whoever stands in an empty folder would be left in one that is deleted."""
+    config, done = kept
+    words = "--run.output_dir", done.folder, "--export", "last", "--to"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ".", tmp_path / "here":
+        assert f"--to: {name} is where this command runs" in run(tmp_path, config, *words, name, expect=2).output
+    run(tmp_path, config, *words, "model")
+    assert Path("model", "model.safetensors").exists()
+
+
 def test_another_model_is_refused(kept, tmp_path):
     """Even where no setting tells: its files have changed."""
     config, done = kept

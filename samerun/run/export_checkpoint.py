@@ -58,6 +58,7 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     check_model_settings(config, checkpoint, manifest["config"])
     folder = Path(asked.to or f"{config.run.output_dir}/model-{checkpoint.name}{'-merged' * asked.merge}")
     check_replaceable(folder)
+    require(folder.resolve() != Path.cwd(), f"--to: {folder} is where this command runs; name a folder in it")
     is_base = config.model.pretrained and folder.resolve() == Path(config.model.pretrained).resolve()
     require(not is_base, f"--to: {folder} is model.pretrained; name another folder")
     go_offline_without_network(config)
