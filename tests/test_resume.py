@@ -11,6 +11,7 @@ import socket
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -552,6 +553,34 @@ def test_manifests_without_empty_settings(tmp_path, monkeypatch):
         patch.setattr(train, "build_setup", None)
         assert "Finished already" in run(tmp_path, config).output
     assert run(tmp_path, config, "--run.max_steps", 7).launches == [0, 6]
+
+
+def is_known_as_finished(monkeypatch, before: dict, now: dict, **more) -> bool:
+    """Of a run that had the first config, and more settings in its manifest, and now has the second one."""
+    monkeypatch.setattr(resume, "broadcast_object_list", lambda told: told)
+    known, asked = (train.Settings.model_validate(config) for config in (before, now))
+    manifest = {"config": flatten(known.model_dump()) | more, "step": 30}
+    folder = SimpleNamespace(is_finished=lambda step: True)
+    return resume.is_finished_already(folder, asked, (Path("step-00000030"), manifest))
+
+
+def test_a_key_that_is_gone_from_a_setting_is_a_change(tmp_path, monkeypatch):
+    """But not one of a setting that the code does not have any more."""
+    config = tiny_config(tmp_path)
+    deep = {"model_type": "llama", "num_hidden_layers": 1}
+    before, now = (config | {"model": {"architecture": shape}} for shape in (deep, {"model_type": "llama"}))
+    assert is_known_as_finished(monkeypatch, before, before)
+    assert is_known_as_finished(monkeypatch, before, before, **{"own.z_weight": 0.1})
+    assert not is_known_as_finished(monkeypatch, before, now)
+
+
+def test_a_source_that_is_gone_is_a_change(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path)
+    source = {"path": config["data"].pop("path"), "weight": 1}
+    both, one = ({name: source for name in names} for names in ("ab", "a"))
+    before, now = (config | {"data": config["data"] | {"sources": sources}} for sources in (both, one))
+    assert is_known_as_finished(monkeypatch, before, before)
+    assert not is_known_as_finished(monkeypatch, before, now)
 
 
 def test_data_that_have_moved(tmp_path):

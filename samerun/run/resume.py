@@ -12,7 +12,7 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, flatten
+from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
@@ -157,9 +157,10 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
     if checkpoint is None:
         return False
     theirs, ours = checkpoint[1]["config"], flatten(config.model_dump())
-    places = {"run.output_dir", "run.resume"}
+    places, settings = {"run.output_dir", "run.resume"}, config_fields(type(config))
+    names = ours.keys() | {name for name in theirs if setting_of(name) in settings}  # Such as a source that is gone.
     # Older manifests leave out empty settings.
-    is_same = [all(theirs.get(name, {}) == ours[name] for name in ours.keys() - places)]
+    is_same = [all(theirs.get(name, {}) == ours.get(name) for name in names - places)]
     broadcast_object_list(is_same)
     return is_same[0] and folder.is_finished(checkpoint[1]["step"])
 
