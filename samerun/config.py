@@ -23,7 +23,7 @@ from samerun.errors import UserError, require
 from samerun.value_types import Columns, Folder, Location, Names, Text, Texts
 
 # What decides a run besides its settings. Checkpoints and run.allow_changes have them under these names.
-ROWS, ROW_ORDER, FROZEN = "data fingerprint", "order of the rows", "frozen weights"
+ROWS, ROW_ORDER, FROZEN, GONE = "data fingerprint", "order of the rows", "frozen weights", "settings that are gone"
 
 # A run that has begun may continue with another value of such a setting. Any other setting decides what the run learns.
 MAY_CHANGE = "may change"
@@ -318,7 +318,7 @@ class Config(Section):
             used = name in self.run.trackers or "all" in self.run.trackers
             require(used, f"run.tracker_options: {name!r} is none of run.trackers")
         for name in self.run.allow_changes:
-            known = name in (ROWS, ROW_ORDER, FROZEN) or setting_of(name) in config_fields(type(self))
+            known = name in (ROWS, ROW_ORDER, FROZEN, GONE) or setting_of(name) in config_fields(type(self))
             require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")
         return self
 

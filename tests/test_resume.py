@@ -583,6 +583,21 @@ def test_a_source_that_is_gone_is_a_change(tmp_path, monkeypatch):
     assert not is_known_as_finished(monkeypatch, before, now)
 
 
+def test_a_setting_that_the_code_has_lost(tmp_path):
+    """Nobody can name it any more, so all such settings have one name together."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    path = run(tmp_path, config).folder / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"] |= {"own.z_weight": 0.1, "own.power": 2, "optim.lookahead": None}
+    path.write_text(json.dumps(manifest))
+    message = run(tmp_path, config, "--run.max_steps", 3, "--optim.adam_eps", 0.1, expect=2).output
+    assert "  own.z_weight: 0.1 in the checkpoint, None now" in message
+    assert "--run.allow_changes '[optim.adam_eps, settings that are gone]'" in message
+    done = run(tmp_path, config, "--run.max_steps", 3, "--run.allow_changes", "[settings that are gone]")
+    assert done.launches == [0, 2] and "other settings:\n  own.z_weight: 0.1 in the checkpoint" in done.output
+
+
 def test_data_that_have_moved(tmp_path):
     """Other places, here of two sources: the rows are the same, and so is the run. With other rows, the places are
     among what has changed."""
