@@ -484,6 +484,31 @@ def test_lora_export_is_the_trained_model(lora, lora_runs, kind, how):
         assert transformers.AutoTokenizer.from_pretrained(done.folder / "merged")("a")["input_ids"]
 
 
+def test_lora_begins_with_an_adapter_of_its_own_kind(tmp_path):
+    """A checkpoint of a whole model holds no adapter, and an adapter is none of another base. Another scale is said."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    whole = run(tmp_path, config, "--run.output_dir", tmp_path / "whole")
+    adapter = run(tmp_path, config, "--run.output_dir", tmp_path / "adapter", "--model.lora", "{r: 2, lora_alpha: 4}")
+    whole, adapter = (("--run.init_from", done.folder / "checkpoints" / "step-00000002") for done in (whole, adapter))
+
+    message = run(tmp_path, config, *whole, "--model.lora", "{r: 2}", expect=2).output
+    assert re.search("run.init_from: .* is of a whole model, .* by --export and .* model.pretrained", message)
+    message = run(tmp_path, config, *adapter, expect=2).output
+    assert re.search("run.init_from: .* is of an adapter, .* by --export with --merge and .* model.pretrained", message)
+    message = run(tmp_path, config, *adapter, "--model.lora", "{r: 2, lora_alpha: 1000}").output
+    assert "run.init_from: model.lora.lora_alpha: 4 in the checkpoint, 1000 now" in message
+
+    base = shutil.copytree(config["model"]["pretrained"], tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 1.01 * value for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    above = *adapter, "--model.lora", "{r: 2, lora_alpha: 4}", "--model.pretrained", base
+    above = *above, "--run.output_dir", tmp_path / "above"
+    message = run(tmp_path, config, *above, expect=2).output
+    assert "other frozen weights" in message and "--run.allow_changes '[frozen weights]'" in message
+    assert "other frozen weights" in run(tmp_path, config, *above, "--run.allow_changes", "[frozen weights]").output
+
+
 def test_lora_of_a_new_model_is_told(tmp_path):
     """What it adapts is in no file, so that its adapter cannot be loaded."""
     config = tiny_config(tmp_path)

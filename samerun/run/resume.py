@@ -70,10 +70,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     run = setup.config.run
     if checkpoint is None:
         if run.init_from:
-            manifest = verify_checkpoint(Path(run.init_from), setup.folder.meeting)
-            for difference in changes_of_model(manifest.get("model", {}), record["model"]):
-                say(f"run.init_from: the model of these weights differs in {difference}.")
-            load_checkpoint(Path(run.init_from), setup.parallel, setup.wrapped, [])
+            load_first_weights(setup, Path(run.init_from), record)
         return Progress()
 
     path, manifest = checkpoint
@@ -100,6 +97,45 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
     return progress
+
+
+def load_first_weights(setup: Setup, path: Path, record: dict[str, Any]) -> None:
+    """Load the weights of run.init_from. Raises UserError if they are none of this model, and says what differs."""
+    manifest = verify_checkpoint(path, setup.folder.meeting)
+    check_same_adapter(path, manifest["config"], record["config"])
+    check_same_frozen(path, manifest["config"], record["config"], setup.config.run.allow_changes)
+    for difference in changes_of_model(manifest.get("model", {}), record["model"]):
+        say(f"run.init_from: the model of these weights differs in {difference}.")
+    load_checkpoint(path, setup.parallel, setup.wrapped, [])
+
+
+def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises UserError for a whole model where this run has an adapter, or the reverse. What else differs, such as the
+    scale of the adapter, is said."""
+    lora = re.compile(r"model\.lora(\..*)?")
+    before, now = ({name: flat[name] for name in flat if lora.fullmatch(name)} for flat in (theirs, ours))
+    if not before:  # Some older manifests do not say it.
+        return
+    whole = {"model.lora": None}
+    was, wanted, export = "a whole model", "an adapter", "--export"
+    if now == whole:
+        was, wanted, export = wanted, was, "--export with --merge"
+    advice = f"make a model of it by {export} and the config of its run, and give that as model.pretrained"
+    is_alike = (before == whole) == (now == whole)
+    require(is_alike, f"run.init_from: {path} is of {was}, and with this model.lora the run trains {wanted}; {advice}")
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            say(f"run.init_from: {name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now.")
+
+
+def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], allowed: list[str]) -> None:
+    """Raises UserError if the weights of run.init_from were trained above others, unless that is allowed."""
+    before, now = theirs.get(FROZEN), ours.get(FROZEN)
+    if before is None or now is None or before == now:  # Older manifests do not say it.
+        return
+    told = f"run.init_from: {path} was trained above other frozen weights than those of model.pretrained now"
+    require(FROZEN in allowed, f"{told}; give its model, or start all the same: --run.allow_changes '[{FROZEN}]'")
+    say(f"{told}.")
 
 
 def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ def lora(house: House) -> None:
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
     house.drop_statements("export_checkpoint", "--merge")
+    house.drop_definition("check_same_adapter")
     house.reword(" With model.lora, their rows are trained.", "")
     house.reword(
         "model.dtype and the mixed_precision of the launch decide it", "the mixed_precision of the launch decides it"
