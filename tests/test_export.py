@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import weakref
 from pathlib import Path
@@ -343,6 +344,9 @@ def kept(tmp_path_factory):
     return config, run(folder, config)
 
 
+OTHER_TOKENIZER = "--data.tokenizer", "{ROOT}", "--run.allow_changes", "[data.tokenizer]"
+
+
 @pytest.mark.parametrize("which", ["8", "last", "best"])
 def test_which_checkpoint(kept, tmp_path, which):
     """From checkpoints of 2 processes, too, which have a part each."""
@@ -379,7 +383,7 @@ def test_without_a_name_the_model_is_beside_that_of_the_run(kept, tmp_path):
         (("--export", "last", "--run.output_dir", "nothing"), "nothing/checkpoints has no checkpoint"),
         (("--export", "last", "--to", "{ROOT}"), r"--to: .* also holds \.ci; name another folder"),
         (("--export", "last", "--model.lora", "{r: 2}"), "has model.lora"),
-        (("--export", "last", "--data.tokenizer", "{ROOT}"), "data.tokenizer .*: cannot load"),
+        (("--export", "last", *OTHER_TOKENIZER), "data.tokenizer .*: cannot load"),
     ],
 )
 def test_refused(kept, tmp_path, words, message):
@@ -421,6 +425,18 @@ def test_another_model_is_refused(kept, tmp_path):
     saved.rename(start)
     assert re.search(r"is of another model: only the checkpoint has model\.layers\.1\.", output)
     assert not (tmp_path / "out").exists()
+
+
+def test_another_tokenizer_is_refused(kept, tmp_path):
+    """Its special tokens may have other ids. What has only moved can be allowed."""
+    config, done = kept
+    moved = shutil.copytree(config["model"]["pretrained"], tmp_path / "moved")
+    for setting, value in ("data.special_tokens", "[<a>]"), ("data.tokenizer", "other"), ("model.pretrained", moved):
+        changed = "--run.output_dir", done.folder, f"--{setting}", value
+        output = exported(done, config, tmp_path, "best", *changed, expect=2).output
+        assert f"has {setting}: " in output and f"--run.allow_changes '[{setting}]'" in output
+    exported(done, config, tmp_path, "best", *changed, "--run.allow_changes", "[model.pretrained]")
+    assert_same_files(done.folder / "model", tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ from samerun.run.export import (
 )
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
 
+# The settings that decide what a checkpoint is exported as.
+OF_WHAT_IS_EXPORTED = "model.", "data.format", "data.tokenizer", "data.special_tokens", "data.chat_template"
 OF_A_MODEL = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py", ".md"}  # What an export may write.
 
 
@@ -55,7 +57,7 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     is_adapter = config.model.lora is not None
     require(is_adapter or not asked.merge, "--merge: needs model.lora, an adapter to be merged into its model")
     checkpoint, manifest = chosen_checkpoint(config, asked.which)
-    check_model_settings(config, checkpoint, manifest["config"])
+    check_same_settings(config, checkpoint, manifest["config"])
     folder = Path(asked.to or f"{config.run.output_dir}/model-{checkpoint.name}{'-merged' * asked.merge}")
     check_replaceable(folder)
     require(folder.resolve() != Path.cwd(), f"--to: {folder} is where this command runs; name a folder in it")
@@ -122,12 +124,16 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
     return path, verify_checkpoint(path, alone)
 
 
-def check_model_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
-    """Raises UserError if the config asks for another model than that of the checkpoint."""
-    ours = flatten({"model": config.model.model_dump()})
-    theirs = {name: value for name, value in theirs.items() if name.startswith("model.")}
+def check_same_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
+    """Raises UserError if the config asks for another model or tokenizer than that of the checkpoint."""
+    ours, theirs = (
+        {name: value for name, value in settings.items() if name.startswith(OF_WHAT_IS_EXPORTED)}
+        for settings in (flatten(config.model_dump()), theirs)
+    )
     for name, before, now in changed_settings(type(config), theirs, ours):
-        raise UserError(f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
+        advice = f"to export it all the same: --run.allow_changes '[{name}]'"
+        is_allowed = name in config.run.allow_changes
+        require(is_allowed, f"{checkpoint} has {name}: {before!r}, and the config {now!r}; {advice}")
 
 
 def check_replaceable(folder: Path) -> None:
