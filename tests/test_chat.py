@@ -224,11 +224,10 @@ def test_tools_and_calls_as_qwen3_writes_them(made, way):
     assert without[0] == qwen("user", "2+2?") + "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("way", [dict, json.dumps])
-def test_nulls_in_json_are_meant(made, way):
+def test_nulls_in_a_text_are_meant(made):
     """Arrow adds nulls to mappings, and none to texts."""
     schema = WEATHER | {"default": None}
-    [pieces] = made([with_call(way({"city": None}), [way(schema)])], "qwen3.jinja")
+    [pieces] = made([with_call(json.dumps({"city": None}), json.dumps([schema]))], "qwen3.jinja")
     assert json.dumps(schema) in pieces[0] and '"arguments": {"city": null}' in pieces[1]
 
 
@@ -268,15 +267,7 @@ def test_a_call_without_arguments(made, arguments):
     assert '{"name": "now", "arguments": {}}' in pieces[1]
 
 
-NUMBERS = {
-    "tol": 1e-12,
-    "price": 1.84,
-    "lat": 37.77492912345678,
-    "big": 2**70,
-    "zip": "02139",
-    "is": [True, None],
-    "unit": None,
-}
+NUMBERS = {"tol": 1e-12, "price": 1.84, "lat": 37.77492912345678, "big": 2**70, "zip": "02139", "is": [True, None]}
 
 
 @pytest.mark.parametrize("others", [[], [{"a": 1}, {"tol": 1, "zip": ["1"], "is": "true"}]], ids=["alone", "others"])

@@ -22,18 +22,14 @@ INSTEAD_OF_CONTENT = "tool_calls", *THOUGHTS  # What an assistant's turn may hav
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
 
 
-def tokenize_chat(
-    batch: dict, numbers: list[int], columns: list[str], encoder: Encoder, train_on: str, as_written: list[str]
-) -> dict:
+def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder, train_on: str) -> dict:
     """Token ids of each conversation, and labels that are -100 except for what the assistant says.
 
-    Of a prompt and its completion, only what the assistant says in the completion is learned. Columns that are not
-    `as_written` have Arrow's nulls.
+    Of a prompt and its completion, only what the assistant says in the completion is learned.
     """
     rows = {"input_ids": [], "labels": []}
-    values = {name: batch[name] if name in as_written else map(present, batch[name]) for name in columns}
-    tools = values.pop(TOOLS, itertools.repeat(None))
-    for number, own_tools, *parts in zip(numbers, tools, *values.values()):
+    tools = batch.get(TOOLS) or itertools.repeat(None)
+    for number, own_tools, *parts in zip(numbers, tools, *(batch[name] for name in columns if name != TOOLS)):
         try:
             schemas = tools_of(own_tools)
             if len(parts) == 1 and isinstance(parts[0], str):
@@ -237,7 +233,8 @@ def accepted_turns(turns: list[dict[str, Any]], encoder: Encoder) -> list[dict[s
 
 def tools_of(value: Any) -> list[dict] | None:
     """The schemas of the functions that a conversation may call, also if they are JSON in a text."""
-    schemas = [parsed(schema) for schema in parsed(value) or []]
+    schemas = parsed(value) if isinstance(value, str) else present(value)  # In a text, a null was meant.
+    schemas = [parsed(schema) for schema in schemas or []]
     if not all(isinstance(schema, dict) for schema in schemas):
         raise ValueError(f"tools has {value!r}; it is a list of the JSON schemas of functions")
     return schemas or None
@@ -251,16 +248,14 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
         raise ValueError(f"{messages!r} is not a list of messages")
     turns = []
     for message in messages:
-        if not isinstance(message, dict | None):
-            raise ValueError(f"a message is {message!r}; it has a role and a content")
-        turn = {name: part for name, part in (message or {}).items() if part is not None}
+        turn = present(message) or {}
+        if not isinstance(turn, dict):
+            raise ValueError(f"a message is {turn!r}; it has a role and a content")
         if "from" in turn:
             role = turn.pop("from")
             if role not in ROLES:
                 raise ValueError(f"a message is from {role!r}, which is none of {', '.join(ROLES)}")
-            turn |= {"role": ROLES[role]}
-            if "value" in turn:
-                turn["content"] = turn.pop("value")
+            turn = present(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
         check_turn(turn)
         if isinstance(turn.get("content"), list):
             turn["content"] = "".join(map(text_of, turn["content"]))

@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
 from samerun.data.encode import Encoder, number_of_ids
-from samerun.data.text_files import JSON
 from samerun.early import CORES
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import are_as_noted, delete, note_files
@@ -139,7 +138,6 @@ def tokenize_part(
     settings = {"columns": columns, "encoder": encoder}
     if is_chat:
         settings["train_on"] = config.train_on
-        settings["as_written"] = [name for name in columns if documents.data.column(name).type == JSON]
     try:
         with mock.patch.object(datasets.features.features, "ujson_loads", json.loads):  # Which rounds numbers.
             part.map(
