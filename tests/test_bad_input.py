@@ -429,7 +429,12 @@ case(
     "text, title",
     make=jsonl({"text": "a", "title": "b"}),
 )
-case("one column twice", ROWS | {"data.column": ["text", "text"]}, "data.column", "twice", make=jsonl({"text": "a"}))
+case(
+    "one column twice",
+    ROWS | {"data.column": ["text", "text"]},
+    "text, text are not different",
+    make=jsonl({"text": "a"}),
+)
 case("default column absent", ROWS, "data.column", "'text'", "the data has content", make=jsonl({"content": "a"}))
 case(
     "null text",
@@ -449,7 +454,8 @@ case(
 case(
     "files of other columns",
     {"data.files": "TMP/many/*.jsonl"},
-    "1 of 4 rows are null in 'text'; the first is row 2",
+    "cannot load TMP/many/0.jsonl together with TMP/many/2.jsonl",
+    "the columns are body, and before they were text",
     make=files('{"text": "a"}', '{"text": "b"}', '{"body": "c"}', '{"text": "d"}'),
 )
 case("chat for text", ROWS, "data.column", "'text'", "data.format chat", make=jsonl({"text": [USER]}))
@@ -518,16 +524,23 @@ case(
     "the content {'ok': True}, which is no text; quote it",
     make=jsonl({"messages": [USER]}, {"messages": [USER, {"role": "assistant", "content": {"ok": True}}]}),
 )
-for messages in "hello", {"role": "user"}, 5:
+for messages in "hello", {"role": "user"}, 5, ["a"]:
     case(
         f"{messages} for messages",
         TEMPLATE,
-        f"row 1, counted from 0: ValueError: {messages!r} is not a list of messages",
+        f"data.column: 'messages' holds {json.dumps(messages)} in row 1, counted from 0, not lists of role and content",
         make=jsonl({"messages": [USER]}, {"messages": messages}),
     )
+case("a text for a message", TEMPLATE, "row 0", "a message is 'a'", make=jsonl({"messages": [USER, "a"]}))
 case(
-    "a text for a message", TEMPLATE, "row 1", "a message is 'a'", make=jsonl({"messages": [USER]}, {"messages": ["a"]})
+    "a number among tokens that is none",
+    TOKENS,
+    "'input_ids' holds [1, 1.5] in row 2, counted from 0, not lists of integers",
+    make=jsonl(*[{"input_ids": [1, 2]}] * 2, {"input_ids": [1, 1.5]}),
 )
+case("too large a token", TOKENS, "[18446744073709551616] in row 0", make=jsonl({"input_ids": [2**64]}))
+case("a key twice", ROWS, "line 2: 'text' is there twice", make=jsonl({"text": "a"}, '{"text": "a", "text": "b"}'))
+case("labels for tokens", TOKENS | {"data.column": "labels"}, "labels, labels", make=jsonl({"labels": [1, 2]}))
 case("a null message", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [USER, None]}))
 case("no messages", TEMPLATE, "row 1", "no messages", make=jsonl({"messages": [USER]}, {"messages": []}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))

@@ -1,6 +1,8 @@
 """What a document may be: in which columns and of which types, and which rows are left out."""
 
+import bz2
 import datetime
+import gzip
 import json
 import re
 import tempfile
@@ -18,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from samerun.config import Config, Data, Model, Source
-from samerun.data import sources
+from samerun.data import sources, text_files
 from samerun.data.batches import Prefetcher, StepBatch
 from samerun.data.documents import load_documents
 from samerun.data.encode import Encoder
@@ -282,7 +284,58 @@ def test_what_is_no_text_is_not_learned(tmp_path, other):
     for name, text in ("a", "x"), ("b", other):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
     config = Data(files=str(tmp_path))
-    with pytest.raises(UserError, match="data.column: 'text' holds JSON such as .*, not text"):
+    told = re.escape(f"data.column: 'text' holds {json.dumps(other)} in row 1, counted from 0, not text")
+    with pytest.raises(UserError, match=told):
+        load_documents(config, config)
+
+
+def test_files_of_many_columns_are_read_twice_at_most(tmp_path, monkeypatch):
+    files = [tmp_path / f"{number:02}.jsonl" for number in range(12)]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps({"text": "a", f"own{number}": number, "hashes": [number, 2**64 * (number == 9)]}))
+    read, parts_of = [], text_files.parts_of
+    monkeypatch.setattr(text_files, "parts_of", lambda file, config: read.append(file) or parts_of(file, config))
+    documents = sources.load_files(list(map(str, files)))
+    assert documents["text"][:] == ["a"] * 12 and documents["own3"][3] == 3
+    assert documents.data.column("hashes")[9].as_py() == f"[9, {2**64}]"
+    assert len(read) <= 1 + 12 + 1 + 12  # The first one tells the types of the columns each time.
+
+
+@pytest.mark.parametrize("first, last, kind", [([], [True], "bool"), ([3], [], "int64"), ([], [], "null")])
+def test_an_empty_list_is_of_any_type(tmp_path, first, last, kind):
+    for name, marks in ("a", first), ("b", last):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"input_ids": [1], "marks": marks}))
+    documents = sources.load_source(Source(files=str(tmp_path)))
+    assert documents["marks"][:] == [first, last] and f"'{kind}'" in str(documents.features["marks"])
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ('{"text": "a"} {"text": "b"}\n{"text": "c"}', ["a", "b", "c"]),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}\n', ["a", "b"]),
+        ('[{"text": "a"},\n{"text": "b"}]', ["a", "b"]),
+        ('["a",\n"b"]', ["a", "b"]),
+        ('\n\n{"text": "a"}\n\n{"text": null}\n', ["a"]),
+    ],
+)
+def test_how_rows_stand_in_a_json_file(tmp_path, text, found):
+    (tmp_path / "a.json").write_text(text)
+    config = Data(files=str(tmp_path), drop_nulls=True)
+    assert load_documents(config, config)["text"][:] == found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz", "a.jsonl.bz2"])
+def test_compressed_files_are_read_as_others_are(tmp_path, name):
+    """With the mark and the ends of lines of Windows."""
+    text = json.dumps({"text": "é\r\n"}, ensure_ascii=False) + "\r\n" if ".jsonl" in name else "é\r\n"
+    content = text.encode("utf-8-sig")
+    pack = {"gz": gzip.compress, "bz2": bz2.compress}.get(name.rsplit(".")[-1], bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    config = Data(files=str(tmp_path / name))
+    assert load_documents(config, config)["text"][:] == ["é\r\n"]
+    (tmp_path / name).write_bytes(pack("é".encode("latin-1")))
+    with pytest.raises(UserError, match=f"cannot load .*{name}"):
         load_documents(config, config)
 
 

@@ -32,8 +32,6 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: 
     for number, own_tools, *parts in zip(numbers, tools, *(batch[name] for name in columns if name != TOOLS)):
         try:
             schemas = tools_of(own_tools)
-            if len(parts) == 1 and isinstance(parts[0], str):
-                raise ValueError(f"{parts[0]!r} is not a list of messages")
             turns = [turns_of(messages, role) for messages, role in zip(parts, ("user", "assistant"))]
             ids, is_learned = tokenize_turns(list(itertools.chain(*turns)), encoder, schemas, train_on)
             prompt = tokenize_turns(turns[0], encoder, schemas)[0] if len(parts) == 2 else []
@@ -244,13 +242,11 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
     """Messages as chat templates know them: role, content, and what else they have. A text is said by `role`."""
     if isinstance(messages, str):
         return [{"role": role, "content": messages}]
-    if not isinstance(messages, list):
-        raise ValueError(f"{messages!r} is not a list of messages")
     turns = []
     for message in messages:
         turn = present(message) or {}
         if not isinstance(turn, dict):
-            raise ValueError(f"a message is {turn!r}; it has a role and a content")
+            raise ValueError(f"a message is {turn!r:.60}; it has a role and a content")
         if "from" in turn:
             role = turn.pop("from")
             if role not in ROLES:

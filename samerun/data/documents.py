@@ -23,11 +23,12 @@ class Format:
     """What a data.format expects: which columns, of which type.
 
     `columns` lists alternatives; the first whose columns are all there is taken. `arrow_type` is a regular expression
-    for the name of the type in Arrow, and `words` says the same to the user.
+    for the name of the type in Arrow, `json` one for values that are JSON, and `words` says the same to the user.
     """
 
     columns: list[list[str]]
     arrow_type: str
+    json: str
     words: str
 
 
@@ -37,13 +38,19 @@ PAIR = ["prompt", "completion"]  # As TRL calls them. Only the completion is lea
 MESSAGE = r"(extension<arrow\.json>|(?=.*\brole: ).*\bcontent: (?!timestamp)|(?=.*\bfrom: ).*\bvalue: (?!timestamp))"
 
 FORMATS = {
-    "text": Format([["text"], PAIR], r"(large_)?string", "text"),
+    "text": Format([["text"], PAIR], r"(large_)?string", r'^"', "text"),
     "chat": Format(
         [["messages"], ["conversations"], PAIR],
         rf"(large_|fixed_size_)?list<\w+: {MESSAGE}",
+        r"^\[(\{|\]|null)",
         "lists of role and content, or of from and value",
     ),
-    "tokens": Format([["input_ids"]], r"(large_|fixed_size_)?list<\w+: u?int", "lists of integers (token ids)"),
+    "tokens": Format(
+        [["input_ids"]],
+        r"(large_|fixed_size_)?list<\w+: u?int",
+        r"^\[((-?\d{1,18}, )*-?\d{1,18})?\]$",
+        "lists of integers (token ids)",
+    ),
 }
 
 # Columns beside input_ids in which other programs put 0 for a token, and what that means.
@@ -86,43 +93,47 @@ def check_marks(documents: datasets.Dataset) -> None:
 
 def choose_columns(found: list[str], config: Data) -> list[str]:
     """data.column, or those of the format; also the labels of tokens, or the tools of a chat, if there are any."""
-    require(len({*config.column}) == len(config.column), f"data.column: {config.column} names a column twice")
     choices = [config.column] if config.column else FORMATS[config.format].columns
     for names in choices:
         is_one = config.format != "tokens" or len(names) == 1
         require(is_one, "data.column: tokens have one column, and labels beside it if there are any")
         if set(names) <= set(found):
             more = {"tokens": "labels", "chat": TOOLS}.get(config.format)
-            return [*names, more] if more in found else names
+            names = [*names, more] if more in found else names
+            require(len({*names}) == len(names), f"data.column: {', '.join(names)} are not different columns")
+            return names
     known = ", nor ".join(" and ".join(map(repr, names)) for names in choices)
     raise UserError(f"data.column: no column {known}; the data has {', '.join(found)}")
 
 
 def check_types(documents: datasets.Dataset, format: str) -> None:
     columns = {name: values for name, values in zip(documents.column_names, documents.data.columns) if name != TOOLS}
+    # A prompt and its completion may be a text each.
+    wanted = [format, "text"] if format == "chat" and len(columns) == 2 else [format]
     for name, values in columns.items():
-        formats = formats_of(values)
-        of_type = format in formats
-        if format == "chat" and len(columns) == 2:  # A prompt and its completion may be a text each.
-            of_type = of_type or "text" in formats
+        held, formats = kind_of(values, wanted)
         advice = f"; that is data.format {formats[0]}" if formats else ""
-        if "timestamp" in str(values.type):
+        if "timestamp" in held:
             advice = "; datasets takes texts of the Hub's .jsonl for times if all are dates: save them as .parquet"
-        held = f"JSON such as {first_json(values):.60}" if values.type == JSON else values.type
+        of_type = not {*wanted}.isdisjoint(formats)
         require(of_type, f"data.column: {name!r} holds {held}, not {FORMATS[format].words}{advice}")
         whole = format != "tokens" or pc.list_flatten(values).null_count == 0
         require(whole, f"data.column: {name!r} holds null among the tokens of a row")
 
 
-def formats_of(values: pa.ChunkedArray) -> list[str]:
-    """The formats that take values of this type. Of JSON, the first value tells; the others are tokenize_chat()'s."""
-    if values.type == JSON:
-        return ["chat"] if first_json(values).startswith("[{") else []
-    return [format for format, known in FORMATS.items() if re.match(known.arrow_type, str(values.type))]
-
-
-def first_json(values: pa.ChunkedArray) -> str:
-    return next((value.as_py() for value in values if value.is_valid), "null")
+def kind_of(values: pa.ChunkedArray, wanted: list[str]) -> tuple[str, list[str]]:
+    """What a column holds, and the formats that take it. Of JSON, the first value that no wanted one takes."""
+    if values.type != JSON:
+        held = str(values.type)
+        return held, [format for format, known in FORMATS.items() if re.match(known.arrow_type, held)]
+    texts = pa.chunked_array([part.storage for part in values.chunks])
+    fits = pc.match_substring_regex(texts, "|".join(FORMATS[format].json for format in wanted))
+    row = pc.index(fits, False).as_py()
+    if row == -1:
+        return "", wanted
+    text = texts[row].as_py()
+    formats = [format for format, known in FORMATS.items() if re.match(known.json, text)]
+    return f"{text:.60} in row {row}, counted from 0", formats
 
 
 def check_encoding(documents: datasets.Dataset) -> None:

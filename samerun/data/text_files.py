@@ -3,6 +3,7 @@
 A builder needs a room of its own: `datasets` replaces `os`, `open` and others in the module where one is defined.
 """
 
+import io
 import itertools
 import json
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ class TextFiles(Text):
 
     def _generate_tables(self, base_files: list[str], files_iterables: list) -> Iterator[tuple[Key, pa.Table]]:
         for shard, file in enumerate(itertools.chain(*files_iterables)):
-            with open(file, encoding="utf-8-sig", newline="") as opened:  # Without the mark by which Windows begins.
+            with open_text(file, newline="") as opened:
                 table = pa.table({"text": pa.array([opened.read()], pa.string())})
             yield Key(shard, 0), table
 
@@ -39,12 +40,12 @@ class TableFiles(Csv):
 
 
 JSON = pa.json_()  # In a text.
-json_of = json.JSONEncoder(ensure_ascii=False).encode
+INTEGERS, BOOLEANS, EMPTY = (pa.list_(kind) for kind in (pa.int64(), pa.bool_(), pa.null()))
 ROWS_AT_ONCE = 1000  # Of a list.
 
 
 class OtherTypes(datasets.exceptions.DatasetGenerationError):
-    """A column has another type than in the rows before."""
+    """Columns have other types than in the rows before."""
 
 
 class JsonFiles(Json):
@@ -63,23 +64,32 @@ class JsonFiles(Json):
                 self.info.features = None
 
     def _generate_tables(self, base_files: list, files_iterables: list, **_) -> Iterator[tuple[Key, pa.Table]]:
+        is_same = True
         for shard, file in enumerate(itertools.chain(*files_iterables)):
             first = 0
             for number, rows in enumerate(parts_of(file, self.config)):
                 columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
-                yield Key(shard, number), self.table_of(columns, len(rows), first)
+                before = self.types
+                self.note_types(columns)
+                # The features are those of the first table. If they were wrong, the others are only looked at.
+                is_same = is_same and (self.info.features is None or self.types == before)
+                if is_same:
+                    yield Key(shard, number), self.table_of(columns, len(rows), first)
                 first += len(rows)
-        if not (self.types or self.config.features):
+        if not is_same:
+            raise OtherTypes
+        if not self.types:
             raise ValueError("it has no rows")
 
+    def note_types(self, columns: dict[str, list]) -> None:
+        """Raises ValueError if nothing is as in the rows before, as in a file that is there by accident."""
+        if self.types and self.types.keys().isdisjoint(columns):
+            raise ValueError(f"the columns are {', '.join(columns)}, and before they were {', '.join(self.types)}")
+        found = {name: type_of(values, self.types.get(name)) for name, values in columns.items()}
+        self.types = self.types | found
+
     def table_of(self, columns: dict[str, list], length: int, first: int) -> pa.Table:
-        """Raises OtherTypes unless they are those of the tables before. `first`: the number of the first row."""
-        if self.config.features:  # The README of a folder tells the types.
-            return self._cast_table(pa.table(columns))
-        before = self.types
-        self.types = before | {name: type_of(values, before.get(name)) for name, values in columns.items()}
-        if self.info.features is not None and self.types != before:
-            raise OtherTypes
+        """`first`: the number of the first row."""
         nulls = [None] * length
         arrays = {name: array_of(columns.get(name, nulls), kind, name, first) for name, kind in self.types.items()}
         return pa.table(arrays)
@@ -93,10 +103,13 @@ def parts_of(file: str, config: datasets.BuilderConfig) -> Iterator[list[dict[st
         yield from parts_of_lines(file, config)
         return
     with open_json(file, config) as opened:
-        whole = json.load(opened)
+        values = list(values_of(opened.read()))
     if config.field is not None:
-        whole = whole[config.field]
-    values = whole if isinstance(whole, list) else [whole]
+        if not (values and isinstance(values[0], dict) and config.field in values[0]):
+            raise ValueError(f"it has no field {config.field!r}")
+        values = [values[0][config.field]]
+    if len(values) == 1 and isinstance(values[0], list):
+        [values] = values
     rows = [row_of(value, f"row {number}, counted from 0,") for number, value in enumerate(values)]
     for start in range(0, len(rows), ROWS_AT_ONCE):
         yield rows[start : start + ROWS_AT_ONCE]
@@ -106,32 +119,66 @@ def parts_of_lines(file: str, config: datasets.BuilderConfig) -> Iterator[list[d
     before = 0
     with open_json(file, config) as opened:
         while lines := opened.readlines(config.chunksize):
-            rows = [row_of_line(line, number) for number, line in enumerate(lines, before + 1) if line.strip()]
+            rows = [row for number, line in enumerate(lines, before + 1) for row in rows_of_line(line, number)]
             if rows:
                 yield rows
             before += len(lines)
 
 
+def rows_of_line(line: str, number: int) -> list[dict[str, Any]]:
+    """The row of a line. Some programs write several into one."""
+    try:
+        values = list(values_of(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is no JSON: {error.msg}: character {error.colno}") from error
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+    return [row_of(value, f"line {number}") for value in values]
+
+
 def open_json(file: str, config: datasets.BuilderConfig) -> TextIO:
     """Bytes that are no text of the encoding are found later, where the row is known."""
-    encoding = "utf-8-sig" if config.encoding == "utf-8" else config.encoding
-    return open(file, encoding=encoding, errors=config.encoding_errors or "surrogateescape")
+    return open_text(file, config.encoding, config.encoding_errors or "surrogateescape")
+
+
+def open_text(file: str, encoding: str = "utf-8", errors: str = "strict", newline: str | None = None) -> TextIO:
+    """Without the mark by which Windows begins. What datasets puts in the place of open() would take compressed files
+    for UTF-8 with the ends of lines of this machine."""
+    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
+    return io.TextIOWrapper(open(file, "rb"), encoding=encoding, errors=errors, newline=newline)
+
+
+def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is there twice in one object")
+    return found
+
+
+decode = json.JSONDecoder(object_pairs_hook=as_object).raw_decode
+encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def values_of(text: str) -> Iterator[Any]:
+    """The values in a JSON text, usually one."""
+    text = text.strip()
+    at = 0
+    while at < len(text):
+        value, at = decode(text, at)
+        yield value
+        while text[at : at + 1].isspace():
+            at += 1
 
 
 def is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        list(values_of(text))
     except json.JSONDecodeError:
         return False
+    except ValueError:  # Told later, with the line.
+        pass
     return True
-
-
-def row_of_line(line: str, number: int) -> dict[str, Any]:
-    try:
-        value = json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} is no JSON: {error.msg}: character {error.colno}") from error
-    return row_of(value, f"line {number}")
 
 
 def row_of(value: Any, where: str) -> dict[str, Any]:
@@ -139,7 +186,7 @@ def row_of(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r}, and no object with columns")
+        raise ValueError(f"{where} is {value!r:.60}, and no object with columns")
     return value
 
 
@@ -147,23 +194,32 @@ def type_of(values: list, before: pa.DataType | None) -> pa.DataType:
     """The type of a column with these values that had another type before; null if it has no value yet."""
     present = [value for value in values if value is not None]
     kinds = {type(value) for value in present}
-    parts = {type(part) for value in present for part in value} - {type(None)} if kinds == {list} else set()
     if not kinds:
         return before or pa.null()
+    found = JSON
     if kinds == {str}:
         found = pa.string()
-    elif kinds == {list} and parts <= {int}:
-        found = pa.list_(pa.int64())
-    elif parts == {bool}:
-        found = pa.list_(pa.bool_())
-    else:
-        found = JSON
-    return found if before in (None, pa.null(), found) else JSON
+    elif kinds == {list}:
+        found = type_of_lists(present)
+    if before in (None, pa.null(), found) or (before == EMPTY and found in (INTEGERS, BOOLEANS)):
+        return found
+    return before if found == EMPTY and before in (INTEGERS, BOOLEANS) else JSON
+
+
+def type_of_lists(lists: list[list]) -> pa.DataType:
+    parts = {type(part) for value in lists for part in value} - {type(None)}
+    kind = {frozenset(): EMPTY, frozenset({int}): INTEGERS, frozenset({bool}): BOOLEANS}.get(frozenset(parts), JSON)
+    if kind == INTEGERS:
+        try:
+            pa.array(lists, kind)
+        except OverflowError:  # More than 64 bits.
+            return JSON
+    return kind
 
 
 def array_of(values: list, kind: pa.DataType, name: str, first: int) -> pa.Array:
     if kind == JSON:
-        values = [None if value is None else json_of(value) for value in values]
+        values = [None if value is None else encode(value) for value in values]
         return pa.ExtensionArray.from_storage(JSON, texts_of(values, name, first))
     return texts_of(values, name, first) if kind == pa.string() else pa.array(values, kind)
 
@@ -194,8 +250,6 @@ def leaving_texts(found: datasets.DatasetBuilder, cache: str | None) -> datasets
     if found.name == "text" and options:  # The README of a folder asks for its paragraphs, for example.
         return found
     options |= READING.get(found.name, {})
-    if found.name == "json" and found.info.features:  # The README tells the types of the columns.
-        options["features"] = found.info.features
     files = found.config.data_files
     return READERS[found.name](hash=found.hash, data_files=files, cache_dir=cache, **options)
 
