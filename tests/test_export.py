@@ -434,7 +434,7 @@ def test_another_tokenizer_is_refused(kept, tmp_path):
     for setting, value in ("data.special_tokens", "[<a>]"), ("data.tokenizer", "other"), ("model.pretrained", moved):
         changed = "--run.output_dir", done.folder, f"--{setting}", value
         output = exported(done, config, tmp_path, "best", *changed, expect=2).output
-        assert f"has {setting}: " in output and f"--run.allow_changes '[{setting}]'" in output
+        assert f"has {setting}: " in output and f"all the same: --run.allow_changes '[{setting}]'" in output
     exported(done, config, tmp_path, "best", *changed, "--run.allow_changes", "[model.pretrained]")
     assert_same_files(done.folder / "model", tmp_path / "out")
 

@@ -210,6 +210,18 @@ def test_how_a_folder_says_that_it_is_to_be_read(tmp_path, readme, name, content
     assert load_source(Source(path=str(tmp_path)))["text"][:] == found
 
 
+def test_types_in_the_readme_of_a_folder_change_no_value(tmp_path):
+    """datasets writes them there with push_to_hub. It would give both messages both keys."""
+    rows = [{"text": "2024-05-01", "calls": [{"x": 1}, {"y": 1e-12}]}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    calls = "{name: calls, list: [{name: x, dtype: int64}, {name: y, dtype: float64}]}"
+    features = f"features: [{{name: text, dtype: string}}, {calls}]"
+    (tmp_path / "README.md").write_text(f"---\ndataset_info: {{{features}}}\n---\n")
+    found = load_source(Source(path=str(tmp_path)))
+    assert found["text"][:] == ["2024-05-01"]
+    assert json.loads(found.data.column("calls")[0].as_py()) == rows[0]["calls"]
+
+
 def test_a_tsv_is_a_table_also_by_its_name(tmp_path):
     (tmp_path / "a.tsv").write_text("text\tn\n007, b\t1\n")
     found = load_source(Source(files=[str(tmp_path / "a.tsv")]))

@@ -311,9 +311,10 @@ def counted_attention(
     makes no difference to their number. As in PaLM, the later tokens count, too.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = (states[:, :, :sliding_window].repeat_interleave(groups, dim=1) for states in (key, value))
+    seen = sliding_window or key.shape[2]
+    key, value = (states[:, :, :seen].repeat_interleave(groups, dim=1) for states in (key, value))
     weights = (query @ key.transpose(2, 3)).softmax(3)
-    return (weights @ value).transpose(1, 2), None
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 def number_of_experts(text: transformers.PreTrainedConfig) -> tuple[str, int] | None:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
-from samerun.config import Config, flatten, may_change
+from samerun.config import GONE, Config, config_fields, flatten, may_change, setting_of
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
@@ -104,6 +104,22 @@ def changed_settings(
         is_left_out = name not in theirs and now == {}  # By older manifests.
         if before != now and not is_left_out and not may_change(kind, name):
             yield name, before, now
+
+
+def is_allowed(config: Config, name: str) -> bool:
+    """Whether run.allow_changes lets a change of this name pass, or of what it is a part of."""
+    return any(f"{name_of_change(config, name)}.".startswith(f"{setting}.") for setting in config.run.allow_changes)
+
+
+def name_of_change(config: Config, name: str) -> str:
+    """What run.allow_changes calls it. A setting that the code has lost cannot be named there: it is none any more."""
+    is_gone = "." in name and setting_of(name) not in config_fields(type(config))  # ROWS and the like have no dot.
+    return GONE if is_gone else name
+
+
+def advice_to_allow(config: Config, names: Iterable[str]) -> str:
+    words = ", ".join(dict.fromkeys(name_of_change(config, name) for name in names))
+    return f"--run.allow_changes '[{words}]'"
 
 
 def checkpoint_name(step: int) -> str:

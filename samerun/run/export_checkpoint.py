@@ -26,9 +26,11 @@ from samerun.model.tokenizer import load_tokenizer, use_tokenizer
 from samerun.model.weights import fill_weights
 from samerun.run.agreement import checksum_of_frozen
 from samerun.run.checkpoint import (
+    advice_to_allow,
     changed_settings,
     checkpoint_name,
     find_checkpoint,
+    is_allowed,
     list_checkpoints,
     progress_in,
     step_of,
@@ -130,10 +132,14 @@ def check_same_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]
         {name: value for name, value in settings.items() if name.startswith(OF_WHAT_IS_EXPORTED)}
         for settings in (flatten(config.model_dump()), theirs)
     )
-    for name, before, now in changed_settings(type(config), theirs, ours):
-        advice = f"to export it all the same: --run.allow_changes '[{name}]'"
-        is_allowed = name in config.run.allow_changes
-        require(is_allowed, f"{checkpoint} has {name}: {before!r}, and the config {now!r}; {advice}")
+    changed = {name: (before, now) for name, before, now in changed_settings(type(config), theirs, ours)}
+    told = [
+        f"{checkpoint} has {name}: {before!r}, and the config {now!r}"
+        for name, (before, now) in changed.items()
+        if not is_allowed(config, name)
+    ]
+    advice = f"To export it all the same: {advice_to_allow(config, changed)}"
+    require(not told, "\n".join([*told, advice]))
 
 
 def check_replaceable(folder: Path) -> None:

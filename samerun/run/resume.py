@@ -12,15 +12,17 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from samerun.config import FROZEN, GONE, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
+from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import OF_NO_MODEL, settings_of
 from samerun.run.checkpoint import (
     Progress,
+    advice_to_allow,
     changed_settings,
     checkpoint_name,
+    is_allowed,
     list_checkpoints,
     load_checkpoint,
     note_in_checkpoint,
@@ -215,15 +217,14 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
 
     Says which of the changes run.allow_changes lets pass.
     """
-    allowed = setup.config.run.allow_changes
     theirs = {FROZEN: ours.get(FROZEN)} | theirs  # Older manifests do not say it.
     same_rows = theirs.get(ROWS) == ours[ROWS]
     changed, passed = {}, {}
     for name, before, now in changed_settings(type(setup.config), theirs, ours):
         if same_rows and PLACES.fullmatch(name):
             continue
-        is_allowed = any(f"{name_of_change(setup.config, name)}.".startswith(f"{setting}.") for setting in allowed)
-        (passed if is_allowed else changed)[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
+        told = passed if is_allowed(setup.config, name) else changed
+        told[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
     if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
         changed[ROWS] += (
             ". The chat template writes today's date: fix it by data.chat_template_kwargs, such as "
@@ -234,17 +235,11 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
     if ROW_ORDER in changed:
         changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
     if changed:
-        words = ", ".join(dict.fromkeys(name_of_change(setup.config, name) for name in [*passed, *changed]))
-        advice = f"Choose a new run.output_dir, or continue with these changes: --run.allow_changes '[{words}]'"
+        allow = advice_to_allow(setup.config, [*passed, *changed])
+        advice = f"Choose a new run.output_dir, or continue with these changes: {allow}"
         raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
     if passed:
         say("\n".join(["run.allow_changes: this run goes on with other settings:", *passed.values()]))
-
-
-def name_of_change(config: Config, name: str) -> str:
-    """What run.allow_changes calls it. A setting that the code has lost cannot be named there: it is none any more."""
-    is_gone = "." in name and setting_of(name) not in config_fields(type(config))  # ROWS and the like have no dot.
-    return GONE if is_gone else name
 
 
 class Saver:
