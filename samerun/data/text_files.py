@@ -83,7 +83,7 @@ class JsonFiles(Json):
 
     def note_types(self, columns: dict[str, list]) -> None:
         """Raises ValueError if nothing is as in the rows before, as in a file that is there by accident."""
-        if self.types and self.types.keys().isdisjoint(columns):
+        if self.types and columns and self.types.keys().isdisjoint(columns):
             raise ValueError(f"the columns are {', '.join(columns)}, and before they were {', '.join(self.types)}")
         found = {name: type_of(values, self.types.get(name)) for name, values in columns.items()}
         self.types = self.types | found
