@@ -906,7 +906,7 @@ def as_shuffled_by_numpy(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-case("output_dir on object storage", {"run.output_dir": "s3://bucket/x"}, "run.output_dir: s3://bucket/x", "after_save")
+case("output_dir on object storage", {"run.output_dir": "s3://bucket/x"}, "run.output_dir: s3://bucket/x is no folder")
 case("output_dir is a file", {"run.output_dir": "TMP/file"}, "run.output_dir", "TMP/file", make=file("file"))
 case(
     "output_dir below a file",

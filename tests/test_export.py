@@ -430,13 +430,16 @@ def test_another_model_is_refused(kept, tmp_path):
 def test_another_tokenizer_is_refused(kept, tmp_path):
     """Its special tokens may have other ids. What has only moved can be allowed."""
     config, done = kept
+    where = "--run.output_dir", done.folder
     moved = shutil.copytree(config["model"]["pretrained"], tmp_path / "moved")
     for setting, value in ("data.special_tokens", "[<a>]"), ("data.tokenizer", "other"), ("model.pretrained", moved):
-        changed = "--run.output_dir", done.folder, f"--{setting}", value
-        output = exported(done, config, tmp_path, "best", *changed, expect=2).output
+        changed = *where, f"--{setting}", value
+        output = exported(done, config, tmp_path, "last", *changed, expect=2).output
         assert f"has {setting}: " in output and f"all the same: --run.allow_changes '[{setting}]'" in output
-    exported(done, config, tmp_path, "best", *changed, "--run.allow_changes", "[model.pretrained]")
-    assert_same_files(done.folder / "model", tmp_path / "out")
+    exported(done, config, tmp_path, "last", *changed, "--run.allow_changes", "[model.pretrained]")
+    (tmp_path / "same").mkdir()
+    exported(done, config, tmp_path / "same", "last", *where)
+    assert_same_files(tmp_path / "same" / "out", tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -313,25 +313,31 @@ def test_flops_are_the_closed_form(length):
     assert flops_per_token(found, None, length) == pytest.approx(6 * weights + 12 * 3 * 256 * length, rel=0.02)
 
 
-ALL_LAYERS = {"r": 4, "target_modules": "all-linear"}
-
-
 @pytest.mark.parametrize(
-    "family, more, windowed, lora",
+    "family, more, windowed",
     [
-        ("mistral", {}, 2, None),
-        ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1, None),
-        pytest.param("mistral", {}, 2, ALL_LAYERS, marks=pytest.mark.slow),
-        pytest.param("mixtral", {}, 2, None, marks=pytest.mark.slow),
-        pytest.param("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 1, None, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"head_dim": 8}, 1, ALL_LAYERS, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", {"head_dim": 8}, 1, None, marks=pytest.mark.slow),
+        ("mistral", {}, 2),
+        ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1),
+        pytest.param("mixtral", {}, 2, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 1, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"head_dim": 8}, 1, marks=pytest.mark.slow),
     ],
 )
-def test_flops_of_windows(family, more, windowed, lora):
+def test_flops_of_windows(family, more, windowed):
     """Of 48 tokens, a layer whose window has 16 counts 16, whether both layers have windows or one. Scores and values
     are a product of 4 heads x 8 for each token that is seen: two products forward and four backward."""
     flops = []
+    for window in 100, 16:
+        found = transformers.AutoConfig.for_model(family, use_cache=False, sliding_window=window, **SHAPE | more)
+        flops.append(48 * flops_per_token(found, None, 48))
+    assert flops[0] - flops[1] == windowed * 6 * 2 * (4 * 8) * 48 * (48 - 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, more, windowed", [("mistral", {}, 2), ("gemma2", {"head_dim": 8}, 1)])
+def test_lora_flops_of_windows(family, more, windowed):
+    """As above: adapters in all layers change nothing of it."""
+    flops, lora = [], {"r": 4, "target_modules": "all-linear"}
     for window in 100, 16:
         found = transformers.AutoConfig.for_model(family, use_cache=False, sliding_window=window, **SHAPE | more)
         flops.append(48 * flops_per_token(found, lora, 48))
