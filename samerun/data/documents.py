@@ -137,7 +137,7 @@ def kind_of(values: pa.ChunkedArray, wanted: list[str]) -> tuple[str, list[str]]
 
 
 def check_encoding(documents: datasets.Dataset) -> None:
-    """Raises UserError for a text that is not UTF-8, which datasets takes from a .jsonl as it is."""
+    """Raises UserError for a text that is not UTF-8, which datasets takes from a .jsonl of the Hub."""
     for name, values in zip(documents.column_names, documents.data.columns):
         first = 0
         for part in values.chunks:

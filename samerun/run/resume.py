@@ -105,7 +105,7 @@ def load_first_weights(setup: Setup, path: Path, record: dict[str, Any]) -> None
     """Load the weights of run.init_from. Raises UserError if they are none of this model, and says what differs."""
     manifest = verify_checkpoint(path, setup.folder.meeting)
     check_same_adapter(path, manifest["config"], record["config"])
-    check_same_frozen(path, manifest["config"], record["config"], setup.config.run.allow_changes)
+    check_same_frozen(path, manifest["config"], record["config"], setup.config)
     for difference in changes_of_model(manifest.get("model", {}), record["model"]):
         say(f"run.init_from: the model of these weights differs in {difference}.")
     load_checkpoint(path, setup.parallel, setup.wrapped, [])
@@ -130,13 +130,14 @@ def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any])
             say(f"run.init_from: {name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now.")
 
 
-def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], allowed: list[str]) -> None:
+def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], config: Config) -> None:
     """Raises UserError if the weights of run.init_from were trained above others, unless that is allowed."""
     before, now = theirs.get(FROZEN), ours.get(FROZEN)
     if before is None or now is None or before == now:  # Older manifests do not say it.
         return
     told = f"run.init_from: {path} was trained above other frozen weights than those of model.pretrained now"
-    require(FROZEN in allowed, f"{told}; give its model, or start all the same: --run.allow_changes '[{FROZEN}]'")
+    allow = advice_to_allow(config, [FROZEN])
+    require(is_allowed(config, FROZEN), f"{told}; give its model, or start all the same: {allow}")
     say(f"{told}.")
 
 
