@@ -281,6 +281,14 @@ def test_arguments_are_as_they_were_written(made, tmp_path, suffix, others):
     assert f'"arguments": {json.dumps(NUMBERS)}}}' in pieces[1]
 
 
+def test_numbers_of_the_hub_are_as_they_were_written(made, monkeypatch):
+    """Where calls have arguments of other types, datasets keeps them as JSON. pandas would round it."""
+    monkeypatch.setattr("samerun.data.text_files.leaving_texts", lambda found, cache: found)  # As of the Hub.
+    numbers = {"tol": 1e-12, "price": 1.84, "lat": 37.77492912345678}
+    *_, pieces = made([with_call(arguments, [WEATHER]) for arguments in ({"tol": "none"}, numbers)], "qwen3.jinja")
+    assert f'"arguments": {json.dumps(numbers)}}}' in pieces[1]
+
+
 @pytest.mark.parametrize("said", ['"hello"', '{"a": 1}', "[1]", "02139", "null"])
 def test_texts_that_look_like_json(made, said):
     """Beside contents in parts, which are lists."""

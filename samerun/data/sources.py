@@ -180,7 +180,8 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
     with warnings.catch_warnings():
         # Otherwise pandas would drop cells that have no column.
         warnings.filterwarnings("error", "Length of header", pd.errors.ParserWarning)
-        builder.download_and_prepare(download_mode=mode)
+        with text_files.exact_json():  # For that of the Hub.
+            builder.download_and_prepare(download_mode=mode)
     if not note.exists():
         with suppress(PermissionError):  # Another user has made them.
             note_files(note, sorted(folder.glob("*.arrow")))

@@ -7,7 +7,9 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
+from unittest import mock
 
 import datasets
 import pandas as pd
@@ -230,6 +232,11 @@ def texts_of(values: list[str | None], name: str, first: int) -> pa.Array:
     except UnicodeEncodeError as error:
         row = first + values.index(error.object)
         raise ValueError(f"{name!r} of row {row}, counted from 0, is not UTF-8, or half of a surrogate pair") from error
+
+
+def exact_json() -> AbstractContextManager:
+    """In it, `datasets` reads and writes JSON as Python does. With pandas, it makes 1.8399999999999999 of 1.84."""
+    return mock.patch.multiple(pd.io.json, ujson_loads=json.loads, ujson_dumps=json.dumps)
 
 
 READERS = {"text": TextFiles, "csv": TableFiles, "json": JsonFiles}

@@ -1,6 +1,5 @@
 """From documents to token ids and labels."""
 
-import json
 import math
 import multiprocessing
 import signal
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import datasets
 import numpy as np
@@ -21,6 +19,7 @@ from tqdm.auto import tqdm
 from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
 from samerun.data.encode import Encoder, number_of_ids
+from samerun.data.text_files import exact_json
 from samerun.early import CORES
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import are_as_noted, delete, note_files
@@ -139,7 +138,7 @@ def tokenize_part(
     if is_chat:
         settings["train_on"] = config.train_on
     try:
-        with mock.patch.object(datasets.features.features, "ujson_loads", json.loads):  # Which rounds numbers.
+        with exact_json():
             part.map(
                 tokenize_chat if is_chat else tokenize_text,
                 fn_kwargs=settings,
