@@ -1,7 +1,7 @@
 """All sources of a run, those to train on mixed by weight, and the evaluations; prepared by one process per cache."""
 
 import os
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import datasets
 from filelock import FileLock, Timeout
@@ -62,16 +62,15 @@ def data_lock() -> FileLock | None:
     return FileLock(lock, mode=0o666)  # For all users who may write into the cache.
 
 
-def take_at_once(lock: FileLock | None) -> ExitStack:
+def take_at_once(lock: FileLock | None) -> AbstractContextManager:
     """Take a lock if nobody has it, and otherwise say so. Returns what gives it back."""
     if lock is None:
-        return ExitStack()
-    with ExitStack() as held:
-        try:
-            held.enter_context(lock.acquire(timeout=0))
-        except Timeout:
-            say("Another launch prepares data in the same cache. Waiting until it has done that.")
-        return held.pop_all()
+        return nullcontext()
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        say("Another launch prepares data in the same cache. Waiting until it has done that.")
+        return nullcontext()
 
 
 @contextmanager
