@@ -178,8 +178,13 @@ def hold_out(documents: datasets.Dataset, fraction: float, seed: int) -> tuple[d
 
 
 def take(documents: datasets.Dataset, numbers: np.ndarray) -> datasets.Dataset:
-    """The documents with these numbers, of which it notes the numbers.
+    """The documents with these numbers, which kept_rows() can tell.
 
-    select() does not where they are neighbours: it cuts them out of the table, and nothing tells where they came from.
+    select() does not note the numbers of neighbours: it cuts them out of the table.
     """
     return documents._select_with_indices_mapping(numbers)
+
+
+def kept_rows(documents: datasets.Dataset) -> np.ndarray | None:
+    """The numbers that the documents have as rows of their table; None for all rows."""
+    return None if documents._indices is None else documents._indices.column(0).to_numpy().astype(np.int64)

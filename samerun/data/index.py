@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from samerun.config import Data, Source
-from samerun.data.documents import hold_out, load_documents, take
+from samerun.data.documents import hold_out, kept_rows, load_documents, take
 from samerun.data.order import ORDER, running_sum
 from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
@@ -177,11 +177,6 @@ def can_stay(documents: datasets.Dataset) -> bool:
     kept = kept_rows(documents)
     has_nulls = any(values.null_count for values in documents.data.columns)
     return kept is None or ((np.diff(kept) > 0).all() and not has_nulls)
-
-
-def kept_rows(documents: datasets.Dataset) -> np.ndarray | None:
-    """The numbers of the rows that the documents are; None for all."""
-    return None if documents._indices is None else documents._indices.column(0).to_numpy().astype(np.int64)
 
 
 def read_batches(file: str | TokenFile) -> Iterator[tuple[pa.RecordBatch, range]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 import xxhash
 
+from samerun.data.documents import kept_rows
 from samerun.data.order import running_sum
 
 
@@ -24,8 +25,8 @@ def hash_documents(documents: datasets.Dataset) -> np.ndarray:
         pairs = itertools.pairwise(ends.tolist())
         hashes = [xxhash.xxh3_64_intdigest(ids[begin:end]) if end > begin + 1 else 0 for begin, end in pairs]
         found.append(np.array(hashes, np.uint64).view(np.int64))
-    hashes = np.concatenate(found)
-    return hashes if documents._indices is None else hashes[documents._indices.column(0).to_numpy()]
+    hashes, kept = np.concatenate(found), kept_rows(documents)
+    return hashes if kept is None else hashes[kept]
 
 
 def are_among(hashes: np.ndarray, others: list[np.ndarray]) -> np.ndarray:

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
+from samerun.data.documents import kept_rows
 from samerun.data.encode import Encoder, number_of_ids
 from samerun.data.text_files import exact_json
 from samerun.early import CORES
@@ -155,7 +156,8 @@ def tokenize_part(
         at, *why = error.args
         if not why:
             raise
-        row = part._indices.column(0)[at].as_py() if part._indices else edges[number] + at
+        rows = kept_rows(part)
+        row = edges[number] + at if rows is None else rows[at]
         raise UserError(f"row {row}, counted from 0: {why[0]}") from error
     note_files(file.with_suffix(".json"), [file])
     return len(part)
