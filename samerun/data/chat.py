@@ -23,27 +23,37 @@ TOOLS = "tools"  # The column of the functions that a conversation may call, for
 
 
 def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder, train_on: str) -> dict:
-    """Token ids of each conversation, and labels that are -100 except for what the assistant says.
-
-    Of a prompt and its completion, only what the assistant says in the completion is learned.
-    """
+    """The rows of tokenize_conversation(). `numbers` are those of the documents, one of which a LookupError names."""
     rows = {"input_ids": [], "labels": []}
-    tools = batch.get(TOOLS) or itertools.repeat(None)
-    for number, own_tools, *parts in zip(numbers, tools, *(batch[name] for name in columns if name != TOOLS)):
+    tools = batch.get(TOOLS) or [None] * len(numbers)
+    messages = [batch[name] for name in columns if name != TOOLS]
+    for number, own_tools, *parts in zip(numbers, tools, *messages):
         try:
-            schemas = tools_of(own_tools)
-            turns = [turns_of(messages, role) for messages, role in zip(parts, ("user", "assistant"))]
-            ids, is_learned = tokenize_turns(list(itertools.chain(*turns)), encoder, schemas, train_on)
-            prompt = tokenize_turns(turns[0], encoder, schemas)[0] if len(parts) == 2 else []
-            start = common_length(ids, prompt)
-            if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
-                raise ValueError("the chat template changes the prompt if more follows; end it with the user")
+            ids, labels = tokenize_conversation(parts, own_tools, encoder, train_on)
         except Exception as error:  # A chat template may refuse a conversation.
             raise LookupError(number, f"{type(error).__name__}: {error}") from error
-        labels = [token if learned else -100 for token, learned in zip(ids, is_learned)]
         rows["input_ids"].append(ids)
-        rows["labels"].append([-100] * start + labels[start:])
+        rows["labels"].append(labels)
     return rows
+
+
+def tokenize_conversation(parts: list, tools: Any, encoder: Encoder, train_on: str) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation, and labels that are -100 except for what the assistant says.
+
+    `parts` are its messages, or those of a prompt and of its completion. Of these, only what the assistant says in the
+    completion is learned.
+    """
+    schemas, turns = tools_of(tools), turns_of(parts[0])
+    completion = turns_of(parts[1], role="assistant") if len(parts) == 2 else []
+    ids, is_learned = tokenize_turns(turns + completion, encoder, schemas, train_on)
+    labels = [token if learned else -100 for token, learned in zip(ids, is_learned)]
+    if len(parts) == 1:
+        return ids, labels
+    prompt, _ = tokenize_turns(turns, encoder, schemas)
+    start = common_length(ids, prompt)
+    if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
+        raise ValueError("the chat template changes the prompt if more follows; end it with the user")
+    return ids, [-100] * start + labels[start:]
 
 
 def common_length(ids: list[int], prompt: list[int]) -> int:
