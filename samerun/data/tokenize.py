@@ -201,5 +201,6 @@ def starts_of_completions(
         return [common_length(ids, prompt) for ids, prompt in zip(whole, encoder.texts(prompts))]
     starts = []
     for ids, prompt, ends in zip(whole, prompts, encoder.ends(texts)):
-        starts.append(next((at for at, last in enumerate(ends[: len(ids)]) if last > len(prompt)), len(ids)))
+        is_after = [last > len(prompt) for last in ends[: len(ids)]]
+        starts.append(is_after.index(True) if True in is_after else len(ids))
     return starts
