@@ -203,20 +203,28 @@ def type_of(values: list, before: pa.DataType | None) -> pa.DataType:
         found = pa.string()
     elif kinds == {list}:
         found = type_of_lists(present)
-    if before in (None, pa.null(), found) or (before == EMPTY and found in (INTEGERS, BOOLEANS)):
+    if before in (None, pa.null(), found):
         return found
-    return before if found == EMPTY and before in (INTEGERS, BOOLEANS) else JSON
+    if before == EMPTY and found in (INTEGERS, BOOLEANS):
+        return found
+    if found == EMPTY and before in (INTEGERS, BOOLEANS):
+        return before
+    return JSON
 
 
 def type_of_lists(lists: list[list]) -> pa.DataType:
-    parts = {type(part) for value in lists for part in value} - {type(None)}
-    kind = {frozenset(): EMPTY, frozenset({int}): INTEGERS, frozenset({bool}): BOOLEANS}.get(frozenset(parts), JSON)
-    if kind == INTEGERS:
-        try:
-            pa.array(lists, kind)
-        except OverflowError:  # More than 64 bits.
-            return JSON
-    return kind
+    kinds = {type(part) for value in lists for part in value if part is not None}
+    if not kinds:
+        return EMPTY
+    if kinds == {bool}:
+        return BOOLEANS
+    if kinds != {int}:
+        return JSON
+    try:
+        pa.array(lists, INTEGERS)
+    except OverflowError:  # More than 64 bits.
+        return JSON
+    return INTEGERS
 
 
 def array_of(values: list, kind: pa.DataType, name: str, first: int) -> pa.Array:
