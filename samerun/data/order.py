@@ -68,6 +68,6 @@ def hashed(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> 31)
 
 
-def running_sum(lengths: np.ndarray) -> np.ndarray:
+def running_sum(lengths: np.ndarray | list[int]) -> np.ndarray:
     """Where each part begins if parts of these lengths follow one another, and where the last one ends."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64))

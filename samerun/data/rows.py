@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from samerun.config import Data
-from samerun.data.order import Order, shuffle
+from samerun.data.order import Order, running_sum, shuffle
 from samerun.errors import require
 
 
@@ -126,7 +126,7 @@ class Mixture(Dataset):
         self.sources = sources
         self.counts = counts
         self.source_of_slot = np.repeat(np.arange(len(counts)), counts)
-        self.offsets = np.append(0, np.cumsum([len(data) for data in sources.values()]))
+        self.offsets = running_sum([len(data) for data in sources.values()])  # The first row of each.
         # With the same seed, a source as large as a block would be in the order of the block.
         self.order = Order(sum(counts), (seed + 1) % 2**32)
         parts = [data.index for data in sources.values()]
@@ -155,14 +155,14 @@ class Mixture(Dataset):
 
     def read(self, row: int) -> np.ndarray:
         """As Dataset.read()."""
-        number = np.searchsorted(self.offsets, row, side="right") - 1
-        return list(self.sources.values())[number].read(row - self.offsets[number])
+        number = self.owners_of(row)
+        return self.parts()[number].read(row - self.offsets[number])
 
     def parts(self) -> list[Dataset]:
         """As Dataset.parts()."""
         return list(self.sources.values())
 
-    def owners_of(self, rows: np.ndarray) -> np.ndarray:
+    def owners_of(self, rows: int | np.ndarray) -> int | np.ndarray:
         """The number of the source of each row."""
         return np.searchsorted(self.offsets, rows, side="right") - 1
 
@@ -198,9 +198,10 @@ class Mixture(Dataset):
     def times_seen(self, rows: int) -> dict[str, float]:
         """How often each source is seen in so many rows."""
         block = len(self.source_of_slot)
-        return {
-            name: rows * count / block / len(data) for (name, data), count in zip(self.sources.items(), self.counts)
-        }
+        times = {}
+        for (name, data), count in zip(self.sources.items(), self.counts):
+            times[name] = rows * count / block / len(data)
+        return times
 
 
 def all_sizes(data: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
