@@ -46,8 +46,9 @@ def list_files(patterns: list[str]) -> list[str]:
             require(is_right, f"data.files: {pattern!r} leaves nothing out, seen from {os.getcwd()}")
             kept = [file for file in kept if not is_named(file)]
     require(kept or not patterns, f"data.files: {patterns} leave out all that they name")
-    lost = next(filter(leads_nowhere, kept), None)
-    require(not lost, f"data.files: {lost} is a link to a file that is not there; to leave it out: '!{lost}'")
+    for file in kept:
+        is_there = not leads_nowhere(file)
+        require(is_there, f"data.files: {file} is a link to a file that is not there; to leave it out: '!{file}'")
     return list({real_path(file): file for file in kept}.values())
 
 
@@ -84,11 +85,20 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
     if absolute:
         pattern = os.path.join(glob.escape(os.getcwd()), pattern)
     pattern = os.path.normpath(pattern)
-    first, *others = pattern.split("**/")
-    choices = itertools.product(("**/", ""), repeat=len(others))  # Each ** also stands for no folder at all.
-    forms = [first + "".join(map("".join, zip(choice, others))) for choice in choices]
-    regex = re.compile("|".join(fnmatch.translate(end) for form in forms for end in (form, f"{form}/*")))
-    return lambda file: regex.match(os.path.abspath(file) if absolute else os.path.normpath(file)) is not None
+    forms = without_folders(pattern)
+    inside = [f"{form}/*" for form in forms]
+    regex = re.compile("|".join(map(fnmatch.translate, forms + inside)))
+    path_of = os.path.abspath if absolute else os.path.normpath
+    return lambda file: regex.match(path_of(file)) is not None
+
+
+def without_folders(pattern: str) -> list[str]:
+    """The pattern, and what it is where some of its ** stand for no folder at all."""
+    before, stars, after = pattern.partition("**/")
+    if not stars:
+        return [pattern]
+    ends = without_folders(after)
+    return [f"{before}**/{end}" for end in ends] + [f"{before}{end}" for end in ends]
 
 
 BUILDERS = {
