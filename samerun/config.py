@@ -329,9 +329,10 @@ class Config(Section):
             where = f"data.sources.{name}"
             require(re.fullmatch(r"[\w-]+", name), f"{where}: a name has only letters, digits, - and _")
             check_source(where, source, ["path", "files"])
-            alike = (source.format or self.data.format) == "tokens", self.data.format == "tokens"
+            is_tokens = (source.format or self.data.format) == "tokens"
+            alike = is_tokens == (self.data.format == "tokens")
             advice = "tokenize all sources and give data.format: tokens, or none"
-            require(alike[0] == alike[1], f"{where}.format: tokens do not mix with texts or chats; {advice}")
+            require(alike, f"{where}.format: tokens do not mix with texts or chats; {advice}")
         rows_per_block(self.data.sources)
         epochs = "data.sources: each has epochs of its own, so give run.max_steps or run.max_tokens, not run.max_epochs"
         require(not self.run.max_epochs, epochs)
@@ -418,12 +419,12 @@ MAX_BLOCK = 10_000  # Rows of a block of a mixture, in which the share of each s
 def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
     """How many rows of each source there are in a block: the smallest whole numbers in the ratio of the weights."""
     weights = [Fraction(str(source.weight)) for source in sources.values()]
-    multiples = [weight * math.lcm(*(other.denominator for other in weights)) for weight in weights]
-    counts = [int(multiple) // math.gcd(*map(int, multiples)) for multiple in multiples]
+    denominator = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * denominator) for weight in weights]
+    counts = [number // math.gcd(*whole) for number in whole]
+    given = " and ".join(str(float(weight)) for weight in weights)
     advice = f"are whole numbers only in blocks of {sum(counts):,} rows, and {MAX_BLOCK:,} are the most; round them"
-    require(
-        sum(counts) <= MAX_BLOCK, f"data.sources: the weights {' and '.join(map(str, map(float, weights)))} {advice}"
-    )
+    require(sum(counts) <= MAX_BLOCK, f"data.sources: the weights {given} {advice}")
     return counts
 
 
