@@ -192,16 +192,28 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         return kind.model_validate(settings), args.plan
     except ValidationError as error:
         problems = describe(error, kind)
-        setting, _, _ = problems.partition(":")  # The one that was given, a part of it, or what it is a part of.
-        is_given = any(f"{setting}.".startswith(f"{name}.") for name in given)
-        is_part = "." in setting or problems.startswith(f"{setting}: unknown key")  # And no section that lacks another.
-        is_given |= is_part and any(f"{name}.".startswith(f"{setting}.") for name in given)
-        raise UserError(f"{'command line' if is_given else file}: {problems}") from None
+        where = "command line" if is_about(problems, given) else file
+        raise UserError(f"{where}: {problems}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: {error}; save it as UTF-8") from None
     except (OSError, ValueError, argparse.ArgumentError, yaml.YAMLError) as error:
         message = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{where}: {message}") from None
+
+
+def is_about(problems: str, overrides: list[str]) -> bool:
+    """Whether the first problem is one of these settings, a part of one, or what one is a part of."""
+    setting, _, rest = problems.partition(":")
+    if any(is_within(setting, name) for name in overrides):
+        return True
+    # A section may also lack another setting, which its file should have.
+    is_section = "." not in setting and not rest.startswith(" unknown key")
+    return not is_section and any(is_within(name, setting) for name in overrides)
+
+
+def is_within(name: str, setting: str) -> bool:
+    """Whether a dotted path leads to a setting, or into it."""
+    return f"{name}.".startswith(f"{setting}.")
 
 
 @dataclass(frozen=True)

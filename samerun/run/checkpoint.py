@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from samerun.cli import describe
+from samerun.cli import describe, is_within
 from samerun.config import GONE, Config, config_fields, flatten, may_change, setting_of
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
@@ -108,7 +108,7 @@ def changed_settings(
 
 def is_allowed(config: Config, name: str) -> bool:
     """Whether run.allow_changes lets a change of this name pass, or of what it is a part of."""
-    return any(f"{name_of_change(config, name)}.".startswith(f"{setting}.") for setting in config.run.allow_changes)
+    return any(is_within(name_of_change(config, name), setting) for setting in config.run.allow_changes)
 
 
 def name_of_change(config: Config, name: str) -> str:
