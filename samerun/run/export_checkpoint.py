@@ -60,7 +60,8 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     require(is_adapter or not asked.merge, "--merge: needs model.lora, an adapter to be merged into its model")
     checkpoint, manifest = chosen_checkpoint(config, asked.which)
     check_same_settings(config, checkpoint, manifest["config"])
-    folder = Path(asked.to or f"{config.run.output_dir}/model-{checkpoint.name}{'-merged' * asked.merge}")
+    name = f"model-{checkpoint.name}-merged" if asked.merge else f"model-{checkpoint.name}"
+    folder = Path(asked.to or f"{config.run.output_dir}/{name}")
     check_replaceable(folder)
     require(folder.resolve() != Path.cwd(), f"--to: {folder} is where this command runs; name a folder in it")
     is_base = config.model.pretrained and folder.resolve() == Path(config.model.pretrained).resolve()
@@ -128,18 +129,15 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
 
 def check_same_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
     """Raises UserError if the config asks for another model or tokenizer than that of the checkpoint."""
-    ours, theirs = (
-        {name: value for name, value in settings.items() if name.startswith(OF_WHAT_IS_EXPORTED)}
-        for settings in (flatten(config.model_dump()), theirs)
-    )
-    changed = {name: (before, now) for name, before, now in changed_settings(type(config), theirs, ours)}
-    told = [
-        f"{checkpoint} has {name}: {before!r}, and the config {now!r}"
-        for name, (before, now) in changed.items()
-        if not is_allowed(config, name)
-    ]
-    advice = f"To export it all the same: {advice_to_allow(config, changed)}"
-    require(not told, "\n".join([*told, advice]))
+    names, told = [], []
+    for name, before, now in changed_settings(type(config), theirs, flatten(config.model_dump())):
+        if name.startswith(OF_WHAT_IS_EXPORTED):
+            names.append(name)
+            if not is_allowed(config, name):
+                told.append(f"{checkpoint} has {name}: {before!r}, and the config {now!r}")
+    if told:
+        advice = f"To export it all the same: {advice_to_allow(config, names)}"
+        raise UserError("\n".join([*told, advice]))
 
 
 def check_replaceable(folder: Path) -> None:
@@ -182,8 +180,8 @@ class SavedWeights:
             where = "the checkpoint" if name in self.found else "the model"
             raise UserError(f"{self.checkpoint} is of another model: only {where} has {name}")
         for name, weight in model.items():
-            sizes = tuple(self.found[name].size), tuple(weight.shape)
-            require(sizes[0] == sizes[1], f"{self.checkpoint} is of another model: {name} has {sizes}")
+            saved, wanted = tuple(self.found[name].size), tuple(weight.shape)
+            require(saved == wanted, f"{self.checkpoint} is of another model: {name} has {saved, wanted}")
 
 
 class CheckpointReader(dcp.HuggingFaceStorageReader):
