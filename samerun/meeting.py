@@ -81,7 +81,8 @@ class Meeting:
         if self.stopped_by:
             status, why = 0, self.stopped_by
         elif error:
-            status, why = 2 if isinstance(error, UserError) else 1, one_line(lost or error) or kind.__name__
+            status = 2 if isinstance(error, UserError) else 1
+            why = one_line(lost or error) or kind.__name__
         with suppress(RuntimeError):  # The store may be gone.
             self.store.set(f"left/{self.rank}", json.dumps([self.host, status, why]))
             if self.stopped_by or (error and not is_lost_rank(lost or error)):
@@ -135,7 +136,12 @@ class Meeting:
         ends with the main process. Returns the main process's reason."""
         others = [f"told/{rank}" for rank in range(1, self.size)]
         awaited = ["left/0"] if self.rank else others
-        end = time.monotonic() + (2 if self.rank == 0 else 0 if is_elastic() else 5)
+        seconds = 5
+        if self.rank == 0:
+            seconds = 2
+        elif is_elastic():  # Which should restart without delay.
+            seconds = 0
+        end = time.monotonic() + seconds
         while time.monotonic() < end and not self.store.check(awaited):
             time.sleep(0.05)
         _, _, why = self.left_by(0)
@@ -146,7 +152,9 @@ class Meeting:
     def left_by(self, rank: int) -> tuple[str, int, str]:
         """The host of a rank that has left, its exit status, and why; 0 and no words for another one."""
         key = f"left/{rank}"
-        host, status, why = json.loads(self.store.get(key)) if self.store.check([key]) else ("", 0, "")
+        if not self.store.check([key]):
+            return "", 0, ""
+        host, status, why = json.loads(self.store.get(key))
         return host, status, why
 
     def open_store(self) -> dist.TCPStore:
@@ -281,8 +289,8 @@ class Meeting:
 
     def check_alive(self, rank: int, key: str, heard: dict[int, tuple[str, float]]) -> None:
         """Raises an error if the rank has left without its key, or has been silent for too long."""
-        if self.store.check([f"left/{rank}"]) and not self.store.check([key]):
-            host, status, why = json.loads(self.store.get(f"left/{rank}"))
+        host, status, why = self.left_by(rank)
+        if why and not self.store.check([key]):
             if status == 0:
                 raise Stopped(why)
             if self.rank:  # The main process says it.
