@@ -265,6 +265,11 @@ class Meeting:
             raise AgreedError(refusals[0])
         return [done for done, _ in parts]
 
+    def by_main(self, work: Callable[[], Any]) -> Any:
+        """What the main process finds, which JSON can hold, for all ranks. Its UserError is raised by all."""
+        found, *_ = self.together(lambda: work() if self.rank == 0 else None)
+        return found
+
     def wait_for(self, keys: dict[int, str]) -> None:
         """Until each of these ranks has set its key. Raises an error if one of them has failed, or is lost."""
         began = time.monotonic()

@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 
 import train
 from samerun.config import flatten
+from samerun.meeting import Meeting
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run.checkpoint import Progress
@@ -555,32 +556,31 @@ def test_manifests_without_empty_settings(tmp_path, monkeypatch):
     assert run(tmp_path, config, "--run.max_steps", 7).launches == [0, 6]
 
 
-def is_known_as_finished(monkeypatch, before: dict, now: dict, **more) -> bool:
+def is_known_as_finished(before: dict, now: dict, **more) -> bool:
     """Of a run that had the first config, and more settings in its manifest, and now has the second one."""
-    monkeypatch.setattr(resume, "broadcast_object_list", lambda told: told)
     known, asked = (train.Settings.model_validate(config) for config in (before, now))
     manifest = {"config": flatten(known.model_dump()) | more, "step": 30}
-    folder = SimpleNamespace(is_finished=lambda step: True)
+    folder = SimpleNamespace(is_finished=lambda step: True, meeting=Meeting(1))
     return resume.is_finished_already(folder, asked, (Path("step-00000030"), manifest))
 
 
-def test_a_key_that_is_gone_from_a_setting_is_a_change(tmp_path, monkeypatch):
+def test_a_key_that_is_gone_from_a_setting_is_a_change(tmp_path):
     """But not one of a setting that the code does not have any more."""
     config = tiny_config(tmp_path)
     deep = {"model_type": "llama", "num_hidden_layers": 1}
     before, now = (config | {"model": {"architecture": shape}} for shape in (deep, {"model_type": "llama"}))
-    assert is_known_as_finished(monkeypatch, before, before)
-    assert is_known_as_finished(monkeypatch, before, before, **{"own.z_weight": 0.1})
-    assert not is_known_as_finished(monkeypatch, before, now)
+    assert is_known_as_finished(before, before)
+    assert is_known_as_finished(before, before, **{"own.z_weight": 0.1})
+    assert not is_known_as_finished(before, now)
 
 
-def test_a_source_that_is_gone_is_a_change(tmp_path, monkeypatch):
+def test_a_source_that_is_gone_is_a_change(tmp_path):
     config = tiny_config(tmp_path)
     source = {"path": config["data"].pop("path"), "weight": 1}
     both, one = ({name: source for name in names} for names in ("ab", "a"))
     before, now = (config | {"data": config["data"] | {"sources": sources}} for sources in (both, one))
-    assert is_known_as_finished(monkeypatch, before, before)
-    assert not is_known_as_finished(monkeypatch, before, now)
+    assert is_known_as_finished(before, before)
+    assert not is_known_as_finished(before, now)
 
 
 def test_a_setting_that_the_code_has_lost(tmp_path):

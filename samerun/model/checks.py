@@ -33,7 +33,7 @@ def check_model(
     if meeting.rank == 0 and can_be_tried(small):
         settle_attention(small, config.data.packing, loss_of)
         check_loss(small, config.data.packing, loss_of)
-    settled = meeting.gather(small.config._attn_implementation)[0]
+    settled = meeting.by_main(lambda: small.config._attn_implementation)
     if settled != model.config._attn_implementation:
         model.set_attn_implementation(settled)
     if config.model.attention == "sdpa" and not joins_documents(model):
@@ -237,7 +237,7 @@ def settle_chunks(model: torch.nn.Module, config: Model, chunked: bool, meeting:
             if config.chunked_loss is True:
                 raise
             chunked = False
-    return meeting.gather(chunked)[0]
+    return meeting.by_main(lambda: chunked)
 
 
 def check_chunks(model: torch.nn.Module, loss_of: Callable) -> None:

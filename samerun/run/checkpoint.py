@@ -211,7 +211,7 @@ def verify_checkpoint(folder: Path, meeting: Meeting) -> dict:
     Raises UserError, on all ranks, that names the file that is missing, cut short or altered, or a host on which the
     folder has another checkpoint.
     """
-    manifest, *_ = meeting.together(lambda: read_manifest(folder) if meeting.rank == 0 else None)
+    manifest = meeting.by_main(lambda: read_manifest(folder))
     here = meeting.together(lambda: [meeting.host, files_told_by(folder)])
     for host, files in here:
         if files != here[0][1]:
@@ -266,7 +266,7 @@ def find_checkpoint(resume: str, folder: Path, meeting: Meeting) -> tuple[Path, 
 
     All ranks call it and get the same: the main process looks into the folder.
     """
-    found, *_ = meeting.together(lambda: checkpoints_to_try(resume, folder) if meeting.rank == 0 else None)
+    found = meeting.by_main(lambda: checkpoints_to_try(resume, folder))
     damage = None
     for checkpoint in map(Path, found):
         try:

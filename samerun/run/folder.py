@@ -18,7 +18,6 @@ import accelerate
 import datasets
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from samerun.config import Config
@@ -121,11 +120,9 @@ class RunFolder:
         The main process makes a file there that no launch before has made, so neither a leftover of another launch nor
         what a network disk remembers of one is mistaken for it.
         """
-        name = f".shared-{uuid.uuid4().hex}.tmp"
-        if self.is_writer:
-            (self.path / name).touch()
+        name = self.meeting.by_main(lambda: f".shared-{uuid.uuid4().hex}.tmp")
         try:
-            name, *_ = self.meeting.gather(name)  # That of the main process.
+            self.meeting.by_main((self.path / name).touch)
             self.meeting.together(lambda: self.check_sees(name))
         finally:
             if self.is_writer:
@@ -159,14 +156,15 @@ class RunFolder:
     def begin(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
         """Prepare the folder for the steps to come: delete what a killed launch left half done, forget the metrics of
         what will be done again, and write down config and status. The notes are the last lines of config.yaml."""
-        metrics = []  # The file, and what it is to hold.
-        self.meeting.together(lambda: metrics.extend(self.metrics_until(progress)) if self.is_writer else None)
-        if not self.is_writer:
-            return
+        self.meeting.by_main(lambda: self.begin_on_main(config, progress, notes))
+
+    def begin_on_main(self, config: Config, progress: Progress, notes: list[dict[str, Any]]) -> None:
+        """begin(), of which the other ranks only hear what it refuses."""
+        file, metrics = self.metrics_until(progress)
         for leftover in self.leftovers():
             delete(leftover)
         self.log_status(progress.step)  # First, so that who kills the run now leaves a folder that is known as a run's.
-        replace_file(*metrics)
+        replace_file(file, metrics)
         settings = to_yaml(config.model_dump())
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
@@ -219,11 +217,13 @@ class RunFolder:
 
         A model that the user has deleted is exported again.
         """
-        status = self.read_status()
-        is_over = status["status"] == "finished" and status["step"] == step
-        answer = [is_over and (self.path / "model").exists()]
-        broadcast_object_list(answer)
-        return answer[0]
+
+        def is_over() -> bool:
+            status = self.read_status()
+            has_ended = status["status"] == "finished" and status["step"] == step
+            return has_ended and (self.path / "model").exists()
+
+        return self.meeting.by_main(is_over)
 
     def read_status(self) -> dict[str, Any]:
         """What set_status() wrote last. The status is empty in a new folder."""
@@ -256,8 +256,7 @@ class RunFolder:
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
     """The checkpoint with the lowest evaluation loss, unless it is gone or damaged: the same answer on all ranks."""
     best = folder.checkpoints / progress.best_checkpoint
-    there, *_ = folder.meeting.gather(bool(progress.best_checkpoint) and best.exists())
-    if not there:
+    if not folder.meeting.by_main(lambda: bool(progress.best_checkpoint) and best.exists()):
         return None
     try:
         verify_checkpoint(best, folder.meeting)

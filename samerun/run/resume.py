@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
@@ -199,9 +198,8 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
     places, settings = {"run.output_dir", "run.resume"}, config_fields(type(config))
     names = ours.keys() | {name for name in theirs if setting_of(name) in settings}  # Such as a source that is gone.
     # Older manifests leave out empty settings.
-    is_same = [all(theirs.get(name, {}) == ours.get(name) for name in names - places)]
-    broadcast_object_list(is_same)
-    return is_same[0] and folder.is_finished(checkpoint[1]["step"])
+    is_same = all(theirs.get(name, {}) == ours.get(name) for name in names - places)
+    return folder.meeting.by_main(lambda: is_same) and folder.is_finished(checkpoint[1]["step"])
 
 
 def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
