@@ -51,8 +51,9 @@ def without_wrappers(name: str) -> str:
 
 def names_of_shared(model: torch.nn.Module) -> set[str]:
     """The names of parameters that have an earlier name, too, as the trained rows of tied embeddings have with LoRA."""
-    every, first = (dict(model.named_parameters(remove_duplicate=again)) for again in (False, True))
-    return {without_wrappers(name) for name in every.keys() - first.keys()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    first = {name for name, _ in model.named_parameters()}
+    return {without_wrappers(name) for name in every - first}
 
 
 def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:

@@ -333,8 +333,10 @@ def check_same_state(folder: Path, kept: dict[str, set[str]], state: Iterable[st
     is_new = not kept  # No update was made before the checkpoint.
     if is_new or theirs <= ours <= set().union(*kept.values()):
         return
-    they, we = (", ".join(sorted(kinds)) or "nothing" for kinds in (theirs, ours))
-    difference = f"{folder} is of another optimizer: for each weight, it has {they}, and build_optimizer now keeps {we}"
+    has, keeps = ", ".join(sorted(theirs)) or "nothing", ", ".join(sorted(ours)) or "nothing"
+    difference = (
+        f"{folder} is of another optimizer: for each weight, it has {has}, and build_optimizer now keeps {keeps}"
+    )
     advice = "begin a new run with its weights by run.init_from, or continue: --run.allow_changes '[optim.name]'"
     require(allowed, f"{difference}; {advice}")
     say(f"{difference}. What it lacks begins anew.")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
+from samerun.cli import is_within
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
 from samerun.errors import UserError, require, say
 from samerun.optim import Guard
@@ -113,17 +114,17 @@ def load_first_weights(setup: Setup, path: Path, record: dict[str, Any]) -> None
 def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises UserError for a whole model where this run has an adapter, or the reverse. What else differs, such as the
     scale of the adapter, is said."""
-    lora = re.compile(r"model\.lora(\..*)?")
-    before, now = ({name: flat[name] for name in flat if lora.fullmatch(name)} for flat in (theirs, ours))
+    before = {name: value for name, value in theirs.items() if is_within(name, "model.lora")}
+    now = {name: value for name, value in ours.items() if is_within(name, "model.lora")}
     if not before:  # Some older manifests do not say it.
         return
-    whole = {"model.lora": None}
+    was_whole, is_whole = before == {"model.lora": None}, now == {"model.lora": None}
     was, wanted, export = "a whole model", "an adapter", "--export"
-    if now == whole:
-        was, wanted, export = wanted, was, "--export with --merge"
+    if is_whole:
+        was, wanted, export = "an adapter", "a whole model", "--export with --merge"
     advice = f"make a model of it by {export} and the config of its run, and give that as model.pretrained"
-    is_alike = (before == whole) == (now == whole)
-    require(is_alike, f"run.init_from: {path} is of {was}, and with this model.lora the run trains {wanted}; {advice}")
+    refusal = f"run.init_from: {path} is of {was}, and with this model.lora the run trains {wanted}; {advice}"
+    require(was_whole == is_whole, refusal)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             say(f"run.init_from: {name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now.")
