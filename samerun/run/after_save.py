@@ -14,9 +14,20 @@ LAUNCHED += ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_")
 LAUNCHED += ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
-def without_launch() -> dict[str, str]:
-    """The environment for a program that the run starts, which is one process, and no rank."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+def run_apart(command: str | list[str], **variables: str) -> tuple[int, str]:
+    """Run a shell command or a program, which is one process, and no rank. Returns its exit status and last line."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+    done = subprocess.run(
+        command,
+        shell=isinstance(command, str),
+        env=environment | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is for the run. It does not end a copy.
+    )
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    return done.returncode, lines[-1] if lines else "it printed nothing"
 
 
 class Background:
@@ -82,16 +93,6 @@ class AfterSave(Background):
 
     def run(self, checkpoint: Path) -> None:
         path = checkpoint.absolute()  # The folder of the run may have a link to that of its checkpoints.
-        places = {"CHECKPOINT": str(path), "RUN_FOLDER": str(path.parent.parent)}
-        done = subprocess.run(
-            self.command,
-            shell=True,
-            env=without_launch() | places,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the run. It does not end a copy.
-        )
-        if done.returncode:
-            told = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            raise RuntimeError(f"exit status {done.returncode}: {told[-1]}")
+        status, last_line = run_apart(self.command, CHECKPOINT=str(path), RUN_FOLDER=str(path.parent.parent))
+        if status:
+            raise RuntimeError(f"exit status {status}: {last_line}")

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import huggingface_hub
 from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
 from samerun.files import replace_file
-from samerun.run.after_save import Background, without_launch
+from samerun.run.after_save import Background, run_apart
 from samerun.run.checkpoint import Progress, step_of
 from samerun.yaml12 import to_yaml
 
@@ -45,16 +44,8 @@ class PushCheckpoints(Background):
             script = inspect.getfile(type(self.config))  # train.py, also that of a fork.
             words = ["--config", folder / "config.yaml", "--export", step, "--to", model]
             words += ["--run.output_dir", json.dumps(str(folder), ensure_ascii=False)]  # In YAML, 2026 is no text.
-            done = subprocess.run(
-                [sys.executable, script, *map(str, words)],
-                env=without_launch(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the run.
-            )
-            told = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            require(done.returncode == 0, f"cannot export it: {told[-1]}")
+            status, last_line = run_apart([sys.executable, script, *map(str, words)])
+            require(status == 0, f"cannot export it: {last_line}")
             push(model, self.config, step)
 
 
@@ -114,10 +105,11 @@ def model_card(run: Path, config: Config, step: int) -> str:
         if line["step"] <= step:
             metrics |= {name: value for name, value in line.items() if name.startswith(("train/", "eval/"))}
             plan |= {name: value for name, value in line.items() if name.startswith("plan/")}
-    lines = []
+    table = ""
     for name, value in (plan | metrics).items():
         if value is not None:
-            lines.append(f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |")
+            shown = f"{value:.6g}" if isinstance(value, float) else value
+            table += f"| {name} | {shown} |\n"
     settings = config.model_dump(mode="json", exclude={"run": SECRET})
     curves = "\n![Loss, learning rate and throughput](curves.png)\n" if (run / "curves.png").exists() else ""
     return f"""---
@@ -130,8 +122,7 @@ The model after step {step:,} of a run of `train.py`. It loads with `from_pretra
 {curves}
 | | |
 |---|---|
-{chr(10).join(lines)}
-
+{table}
 ```yaml
 {to_yaml(settings)}```
 """
