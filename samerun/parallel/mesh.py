@@ -100,14 +100,15 @@ class Parallelism:
         """DDP, FSDP2 or a single device."""
         if not self.layout.is_sharded:
             fill_weights(model, self.accelerator.device)
-        elif self.accelerator.mixed_precision != "no":
-            self.plugin.mixed_precision_policy = BF16_POLICY
-        if self.layout.is_sharded and self.plugin.transformer_cls_names_to_wrap is None:
-            self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
-        with whole_embeddings(model) if self.layout.is_sharded and self.config.model.lora else nullcontext():
             wrapped, *_ = self.accelerator.prepare(model, *optimizers)
-        if self.layout.is_sharded:
-            fill_weights(model, self.accelerator.device)
+            return wrapped
+        if self.accelerator.mixed_precision != "no":
+            self.plugin.mixed_precision_policy = BF16_POLICY
+        if self.plugin.transformer_cls_names_to_wrap is None:
+            self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
+        with whole_embeddings(model) if self.config.model.lora else nullcontext():
+            wrapped, *_ = self.accelerator.prepare(model, *optimizers)
+        fill_weights(model, self.accelerator.device)  # After Accelerate has sharded their placeholders.
         if self.config.batch.accumulation == "kept_weights":
             wrapped.set_reshard_after_forward(False)
         return wrapped
