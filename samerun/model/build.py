@@ -16,7 +16,7 @@ from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
-from samerun.model.outline import extend_embeddings, load_whole, outline
+from samerun.model.outline import extend_embeddings, load_whole, outline, unsplit_modules
 from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
 from samerun.value_types import as_list
 
@@ -261,9 +261,8 @@ def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: 
         whole = model.get_decoder() if chunked else model
         whole.compile(dynamic=dynamic)
     if config.compile == "regional":
-        for module in model.modules():
-            if type(module).__name__ in (model._no_split_modules or []):
-                module.compile(dynamic=dynamic)
+        for module in unsplit_modules(model):
+            module.compile(dynamic=dynamic)
 
 
 def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] | None, length: int) -> float:

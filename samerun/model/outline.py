@@ -81,6 +81,11 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
     return model
 
 
+def unsplit_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that transformers says are to stay in one piece, which are the decoder layers of most models."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+
+
 def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights and saved buffers by their names, tied ones once."""
     return {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}

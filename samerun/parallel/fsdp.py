@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from samerun.errors import require
 from samerun.model.loss import patched
+from samerun.model.outline import unsplit_modules
 
 # How FSDP2 computes in bf16 and float8. Accelerate's and torch's own policies would also sum over the ranks in bf16.
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -18,8 +19,7 @@ BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torc
 def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """FSDP2 among the ranks of a mesh that have the same part of the model. The weights of others are on meta."""
     elsewhere = {parameter for parameter in model.parameters() if parameter.is_meta}
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
-    for module in [*layers, model]:
+    for module in [*unsplit_modules(model), model]:
         fully_shard(module, mesh=mesh, ignored_params=elsewhere, **options)
 
 
@@ -27,7 +27,7 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
     """The classes that Accelerate is to shard one by one: it refuses those that the model lacks, and transformers may
     name such ones, as for Gemma 3. Raises UserError if there are none, because all would be gathered at once."""
     named = set(model._no_split_modules or [])
-    present = named & {type(module).__name__ for module in model.modules()}
+    present = {type(module).__name__ for module in unsplit_modules(model)}
     advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
     require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(sorted(named))}; {advice}")
     return sorted(present)

@@ -20,6 +20,7 @@ from samerun.data.rows import longest_row
 from samerun.errors import as_user_error, require
 from samerun.model.build import number_of_experts, outlined_model, vocabulary_size
 from samerun.model.loss import joins_documents, wants_chunks
+from samerun.model.outline import unsplit_modules
 from samerun.model.small import with_layers
 from samerun.optim import hidden_matrices
 from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads, layout_of, uses_fsdp
@@ -367,7 +368,7 @@ def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: floa
     This rank has none of the `absent` weights.
     """
     size = 2 if launch.precision == "bf16" else 4
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+    layers = unsplit_modules(model)
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
     sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
     largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
