@@ -133,8 +133,9 @@ def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[li
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids, is_said = tokenize_turns(accepted_turns(turns, encoder), encoder)
     end = max(np.flatnonzero(is_said), default=-1) + 1
-    parts = [token for token, flag in zip(ids, is_said) if flag], ids[end:]
-    said, rest = ([token for token in part if tokenizer.decode(token).strip()] for part in parts)
+    is_shown = [bool(tokenizer.decode(token).strip()) for token in ids]
+    said = [token for token, learned, shown in zip(ids, is_said, is_shown) if learned and shown]
+    rest = [token for token, shown in zip(ids[end:], is_shown[end:]) if shown]
     return said, rest
 
 
@@ -154,13 +155,18 @@ def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedT
             advice = "Move it to before {% endgeneration %}, so that it is learned."
         say(f"The chat template ends a turn {problem}. So the model will not stop by itself. {advice}")
         return
-    known = model.generation_config.eos_token_id
-    ends = known if isinstance(known, list) else [known]
-    model.generation_config.eos_token_id = [end, *(token for token in ends if token not in (None, end))]
+    others = [token for token in ends_of_text(model) if token not in (None, end)]
+    model.generation_config.eos_token_id = [end, *others]
     try:
         model.generation_config.validate(strict=True)
     except ValueError:  # Published ones set a temperature without do_sample, and then cannot be saved again.
         model.generation_config.do_sample = True
+
+
+def ends_of_text(model: torch.nn.Module) -> list[int | None]:
+    """The tokens at which generate() stops."""
+    known = model.generation_config.eos_token_id
+    return known if isinstance(known, list) else [known]
 
 
 def use_tokenizer(
@@ -182,9 +188,7 @@ def use_special_tokens(
     """
     chosen = config.model.architecture or {}
     if config.model.pretrained:
-        known = model.generation_config.eos_token_id
-        ends = known if isinstance(known, list) else [known]
-        is_right = tokenizer is None or tokenizer.eos_token_id in ends
+        is_right = tokenizer is None or tokenizer.eos_token_id in ends_of_text(model)
         has_no_end = tokenizer and tokenizer.eos_token_id is None and not config.data.tokenizer
         if is_right or has_no_end:  # A published model may have more ends than its tokenizer.
             return
