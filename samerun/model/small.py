@@ -113,11 +113,13 @@ def with_layers(found: transformers.PreTrainedConfig, count: int) -> transformer
 def layers_to_try(model: PreTrainedModel, chunks: int) -> int:
     """So many of the first layers that there is one of each kind, and one for each chunk of a pipeline."""
     text = model.config.get_text_config()
-    every, types = text.num_hidden_layers, getattr(text, "layer_types", None)
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = next((module for module in lists if len(module) == every), [])
-    first = {}
-    for number, layer in enumerate(layers):
+    every = text.num_hidden_layers
+    types = getattr(text, "layer_types", None) or [""] * every
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == every]
+    if not lists:
+        return every
+    first = {}  # The first layer of each kind.
+    for number, layer in enumerate(lists[0]):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        first.setdefault((types and types[number], shapes), number)
-    return min(every, max(2, chunks, 1 + max(first.values(), default=every)))
+        first.setdefault((types[number], shapes), number)
+    return min(every, max(2, chunks, 1 + max(first.values())))
