@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -61,7 +62,9 @@ def check_settings(given: dict[str, Any], found: transformers.PreTrainedConfig, 
     """check_architecture() of a whole config, or of one of its parts."""
     for name, advice in SET_ELSEWHERE.items():
         require(name not in given, f"model.architecture: {name} has no effect here; {advice}")
-    holder, title = getattr(found, part) if part else found, part or found.model_type
+    holder, title = found, found.model_type
+    if part:
+        holder, title = getattr(found, part), part
     defaults = type(holder)().to_dict()
     unknown = [key for key in given if key in holder.to_dict() and key not in defaults]
     with as_user_error(f"model.architecture: cannot build {given}"):
@@ -70,8 +73,9 @@ def check_settings(given: dict[str, Any], found: transformers.PreTrainedConfig, 
     rope = given.get("rope_scaling") or given.get("rope_parameters")
     if isinstance(rope, dict):
         known = {*ROPE_SETTINGS, *holder.ignore_keys_at_rope_validation, *(defaults.get("rope_parameters") or {})}
-        of_kinds = [each for each in rope.values() if isinstance(each, dict)]  # One for each kind of layer.
-        refuse([key for each in of_kinds or [rope] for key in each if key not in known], f"the rope of {title}", known)
+        ropes = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # One for each kind of layer.
+        keys = itertools.chain(*ropes)
+        refuse([key for key in keys if key not in known], f"the rope of {title}", known)
 
 
 def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
@@ -85,23 +89,23 @@ def shapes_weights(setting: str, found: transformers.PreTrainedConfig, part: str
     """Whether a model cannot be built without this setting, which may be one of a part of the config, or another value
     of it makes other weights. Some models read one that their config class does not declare, as those of Qwen3-MoE do
     with head_dim."""
-    without, changed = copy.deepcopy(found), copy.deepcopy(found)
+    changed = copy.deepcopy(found)
     holder = getattr(changed, part) if part else changed
     value = getattr(holder, setting)
     if not isinstance(value, int | float):
         return False
     shapes = shapes_of(found)
     try:
-        delattr(getattr(without, part) if part else without, setting)
-        shapes_of(without)
+        delattr(holder, setting)
+        shapes_of(changed)
     except Exception:  # Whatever the code of the model makes of it.
         return True
-    setattr(holder, setting, not value if type(value) is bool else 2 * value)
+    setattr(holder, setting, not value if isinstance(value, bool) else 2 * value)
     return shapes_of(changed) != shapes
 
 
 def shapes_of(found: transformers.PreTrainedConfig) -> list[torch.Size]:
-    """Those of the weights of a model."""
+    """The shapes of the weights of a model."""
     with torch.device("meta"):
         return [weight.shape for weight in transformers.AutoModelForCausalLM.from_config(found).parameters()]
 
