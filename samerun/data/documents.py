@@ -107,15 +107,16 @@ def choose_columns(found: list[str], config: Data) -> list[str]:
 
 
 def check_types(documents: datasets.Dataset, format: str) -> None:
-    columns = {name: values for name, values in zip(documents.column_names, documents.data.columns) if name != TOOLS}
+    names = [name for name in documents.column_names if name != TOOLS]
     # A prompt and its completion may be a text each.
-    wanted = [format, "text"] if format == "chat" and len(columns) == 2 else [format]
-    for name, values in columns.items():
+    wanted = [format, "text"] if format == "chat" and len(names) == 2 else [format]
+    for name in names:
+        values = documents.data.column(name)
         held, formats = kind_of(values, wanted)
         advice = f"; that is data.format {formats[0]}" if formats else ""
         if "timestamp" in held:
             advice = "; datasets takes texts of the Hub's .jsonl for times if all are dates: save them as .parquet"
-        of_type = not {*wanted}.isdisjoint(formats)
+        of_type = any(kind in wanted for kind in formats)
         require(of_type, f"data.column: {name!r} holds {held}, not {FORMATS[format].words}{advice}")
         whole = format != "tokens" or pc.list_flatten(values).null_count == 0
         require(whole, f"data.column: {name!r} holds null among the tokens of a row")

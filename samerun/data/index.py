@@ -220,7 +220,8 @@ def write_index(
             for batch, place in read_batches(file):
                 own = None
                 if kept is not None:
-                    own = kept[slice(*np.searchsorted(kept, (row, row + batch.num_rows)))] - row
+                    first, end = np.searchsorted(kept, (row, row + batch.num_rows))
+                    own = kept[first:end] - row
                 row += batch.num_rows
                 writer.add(batch, number, place, own)
         totals = writer.finish()

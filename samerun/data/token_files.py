@@ -64,8 +64,12 @@ def is_index(file: str) -> bool:
 
 def identity_of_token_files(files: list[str]) -> list:
     """What changes when the tokens do."""
-    parts = [file for name in files for file in (Path(name), Path(name).with_suffix(".idx")) if file.exists()]
-    return [[str(file.resolve()), stamp(file)] for file in parts]
+    identity = []
+    for name in files:
+        for file in Path(name), Path(name).with_suffix(".idx"):
+            if file.exists():
+                identity.append([str(file.resolve()), stamp(file)])
+    return identity
 
 
 def open_token_files(
