@@ -1,6 +1,6 @@
 """Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,16 +78,23 @@ def sums_inside(model: torch.nn.Module) -> list[float]:
     def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
         sums.extend(value.double().sum().item() for value in tree_leaves(output) if isinstance(value, torch.Tensor))
 
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
     # A router may only choose by chance for a few tokens, so there are many.
     rows = [probe_row(vocabulary_size(model), packed=False, first=8 * number) for number in range(64)]
     batch = collate(rows, model.device, joins_documents(model))
-    try:
+    with forward_hook(model.modules(), note):
         try_pass(model.train(), batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return sums
+
+
+@contextmanager
+def forward_hook(modules: Iterable[torch.nn.Module], hook: Callable):
+    """Let each of the modules have a hook for a while."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
@@ -125,13 +132,9 @@ def tokens_seen(model: torch.nn.Module, row: np.ndarray, token: int) -> list[int
 
     tables = {module for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     tables.add(model.get_input_embeddings())  # What peft puts in its place may compute without it.
-    hooks = [table.register_forward_hook(keep) for table in tables]
     batch = collate([row], model.device, joins_documents(model))
-    try:
+    with forward_hook(tables, keep):
         logits = try_pass(model.eval(), batch).logits[0, token]
-    finally:
-        for hook in hooks:
-            hook.remove()
     # The gradients of a plain sum may cancel out.
     weights = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
     seen = torch.zeros(row.shape[1], dtype=torch.bool, device=logits.device)

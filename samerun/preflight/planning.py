@@ -156,6 +156,18 @@ SAVINGS = [
 ]
 
 
+def sharding_file(launch: PlannedLaunch) -> str:
+    """The launcher file by which the same ranks would shard the model, and its precision where that is another one."""
+    ways = {"sp": "sequence_parallel.yaml", "cp": "context_parallel.yaml"}
+    files = [file for way, file in ways.items() if launch.layout.uses(way)]
+    file = f"accelerate_configs/{files[0] if files else 'fsdp2.yaml'}"
+    # A plan without a launcher has float32, and the files have bf16. A precision that the launch was given stays.
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision is None:
+        return f"{file} (bf16)"
+    return f"{file} --mixed_precision no" if precision == "no" else file
+
+
 def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> str:
     """What to change, one thing after the other, until a device has memory enough; "" if it has."""
     limit, total = launch.config.perf.device_memory_gib, total_gib(launch, found)
@@ -167,12 +179,7 @@ def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> st
     savings = SAVINGS
     has_all_weights = not launch.is_sharded and not launch.layout.is_divided
     if has_all_weights and launch.num_processes > 1:
-        ways = {"sp": "sequence_parallel.yaml", "cp": "context_parallel.yaml"}
-        files = [file for way, file in ways.items() if launch.layout.uses(way)]
-        # A plan without a launcher has float32, and the files have bf16. A precision that the launch was given stays.
-        precision = {None: " (bf16)", "no": " --mixed_precision no"}
-        note = precision.get(os.environ.get("ACCELERATE_MIXED_PRECISION"), "")
-        savings = [{f"accelerate_configs/{(files or ['fsdp2.yaml'])[0]}{note}": ""}, *SAVINGS]
+        savings = [{sharding_file(launch): ""}, *SAVINGS]
     for saving in savings:
         with suppress(UserError):  # From a launch that would be refused.
             changed = launch.changed(saving)

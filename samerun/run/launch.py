@@ -299,7 +299,8 @@ def report(error: BaseException) -> int:
         # Until then the launcher ends this rank, so that only one of them speaks. Before the ranks have met, all find
         # the same error, and the main process may be late. What it has said already is not said again.
         is_said = not is_main_process() and (isinstance(error, AgreedError) or getattr(error, "is_said", False))
-        time.sleep(15 if lost or not (is_said or dist.is_initialized()) else 5)
+        is_early = not (is_said or dist.is_initialized())
+        time.sleep(15 if lost or is_early else 5)
     if isinstance(error, torch.OutOfMemoryError):
         advice = "if no step was made, the model does not fit: shard it, see --plan"
         error = MemoryError(f"out of memory outside of the passes of a step ({one_line(error)}); {advice}")
@@ -309,11 +310,11 @@ def report(error: BaseException) -> int:
         raise error
     if is_said:
         return 2 if isinstance(error, UserError) else 1
-    note = (
-        "; the run folder's checkpoints are complete: once this is mended, the same command continues" if disk else ""
-    )
+    note = ""
     if "temporary directory" in str(error):
         note = "; set TMPDIR to a folder that can be written"
+    elif disk:
+        note = "; the run folder's checkpoints are complete: once this is mended, the same command continues"
     if is_full(error):
         note = f"; make room there{note}"
     print(f"error: {str(error) or type(error).__name__}{note}", file=sys.stderr, flush=True)
