@@ -128,7 +128,7 @@ class Meeting:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def name_of(self, rank: int, said: str) -> str:
-        """With its host, if it has ever come."""
+        """The rank, with its host if it has ever come."""
         return f"rank {rank}" + (f" on {said.split()[1]}" if said else "")
 
     def exchange_reasons(self) -> str:
@@ -214,13 +214,13 @@ class Meeting:
             patience.cancel()
 
     def say_waiting(self, awaited: str, nobody_came: bool = True) -> None:
-        """By one process of each node."""
+        """Print on one process of each node who is awaited."""
         if os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
             advice = f". For a launch of one process, unset {', '.join(OF_A_LAUNCH)}." if nobody_came else ""
             print(f"Waiting for {awaited}{advice}", flush=True)
 
     def say_alive(self) -> None:
-        """Until the end, in a thread of its own."""
+        """Tell the store every few seconds that this rank is alive, in a thread of its own, until the end."""
         with suppress(RuntimeError):  # The store has ended, and with it the launch.
             while True:
                 self.store.set(f"alive/{self.rank}", f"{time.monotonic()} {self.host}")
@@ -271,7 +271,7 @@ class Meeting:
         return found
 
     def wait_for(self, keys: dict[int, str]) -> None:
-        """Until each of these ranks has set its key. Raises an error if one of them has failed, or is lost."""
+        """Return when each of these ranks has set its key. Raises an error if one of them has failed, or is lost."""
         began = time.monotonic()
         patience = self.FIRST_PATIENCE if self.rounds == 1 else self.PATIENCE
         pause, looked, is_said = 0.005, began, False

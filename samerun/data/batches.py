@@ -77,7 +77,7 @@ class MicroBatch:
 
     @property
     def length(self) -> int:
-        """Of each row, in tokens, padding included."""
+        """The tokens of each row, padding included."""
         return self.targets.shape[1]
 
 

@@ -211,7 +211,7 @@ def all_sizes(data: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def checksum_of_rows(data: Dataset) -> int:
-    """Of all tokens and targets, of where rows end, and of the order in which they are shuffled."""
+    """A checksum of all tokens and targets, of where rows end, and of the order in which they are shuffled."""
     of_tokens = data.index["checksum_of_ids"], data.index["checksum_of_labels"]
     checksum = zlib.crc32(np.array(of_tokens), zlib.crc32(shuffle(np.arange(100), len(data), seed=0)))
     for lengths, _ in all_sizes(data):

@@ -144,8 +144,8 @@ def open_json(file: str, config: datasets.BuilderConfig) -> TextIO:
 
 
 def open_text(file: str, encoding: str = "utf-8", errors: str = "strict", newline: str | None = None) -> TextIO:
-    """Without the mark by which Windows begins. What datasets puts in the place of open() would take compressed files
-    for UTF-8 with the ends of lines of this machine."""
+    """Open a text without the mark (BOM) with which Windows begins one. What datasets puts in the place of open() would
+    take compressed files for UTF-8 with the ends of lines of this machine."""
     encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     return io.TextIOWrapper(open(file, "rb"), encoding=encoding, errors=errors, newline=newline)
 

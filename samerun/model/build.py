@@ -321,7 +321,7 @@ def counted_attention(
 
 
 def number_of_experts(text: transformers.PreTrainedConfig) -> tuple[str, int] | None:
-    """In a layer: what this family calls it, and how many there are. None where there are none, or none are known."""
+    """The name that this family has for the number of experts in a layer, and that number. None if none are known."""
     for name in "num_local_experts", "num_experts", "n_routed_experts":
         if getattr(text, name, None):
             return name, getattr(text, name)

@@ -56,7 +56,7 @@ def compute_loss(
 
 
 def compiles_loss(model: torch.nn.Module, batch: MicroBatch) -> bool:
-    """Only on a GPU: to compile it for a CPU takes longer than it saves in most runs there."""
+    """Whether torch compiles the loss: only on a GPU, because for a CPU that takes longer than most runs gain by it."""
     return batch.targets.is_cuda and getattr(model, "is_compiled", False)
 
 

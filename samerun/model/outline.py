@@ -92,6 +92,7 @@ def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def let_go(module: torch.nn.Module, recurse: bool = True) -> None:
+    """Put the weights on the meta device, so that the memory that they took is free."""
     for owner in module.modules() if recurse else [module]:
         for name, weight in owner._parameters.items():
             if weight is not None:

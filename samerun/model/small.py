@@ -87,7 +87,8 @@ def narrow(found: transformers.PreTrainedConfig, expert_ranks: int) -> transform
 
 
 def fewer_experts(text: transformers.PreTrainedConfig, count: int, ranks: int) -> int:
-    """At least twice as many as see a token, several for each rank, and as many in each of DeepSeek's groups."""
+    """How many experts a small model has: at least twice as many as see a token, several for each rank, and as many in
+    each of DeepSeek's groups."""
     chosen = getattr(text, "num_experts_per_tok", None)
     if not isinstance(chosen, int):  # HunYuan may have a number for each layer.
         return count

@@ -57,7 +57,7 @@ class FileTensors:
         return ()
 
     def parts(self, tensors: dict[str, Any], region: Region) -> dict[str, Any]:
-        """Of its tensors, what the region is made of."""
+        """The tensors, or their parts, that the region is made of."""
         if not region:
             return tensors
         if self.is_changed:
@@ -135,7 +135,7 @@ class WeightFiles:
         return {name: (samples.get(name, {}), regions.get(name, ())) for name in loaded}
 
     def cut(self, name: str, region: Region) -> None:
-        """Leave a region of a weight on the meta device."""
+        """Make a weight, which is on the meta device, as small as a region of it."""
         if region:
             module, _, inner = name.rpartition(".")
             parameters = self.plain.get_submodule(module)._parameters

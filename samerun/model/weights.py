@@ -106,7 +106,7 @@ class FirstWeights:
         self.names = set()
 
     def keep(self, places: Places, units: Iterable[dict[str, Weight]], device: torch.device) -> Places:
-        """What of these weights has its place on this rank. Returns the places that have got nothing."""
+        """Put these weights into their places on this rank. Returns the places that have got nothing."""
         left = dict(places)
         for unit in units:
             for name in unit.keys() & left.keys():
@@ -143,7 +143,7 @@ class FirstWeights:
 
 
 def names_of_placeholders(model: torch.nn.Module) -> set[str]:
-    """Of its parameters that have no numbers yet."""
+    """The names of the parameters that have no numbers yet."""
     weights = getattr(model, "first_weights", None)
     if not isinstance(weights, FirstWeights):
         return set()
@@ -162,7 +162,7 @@ def whole_weights(state: dict[str, torch.Tensor]) -> dict[str, Weight]:
 
 
 def put(place: torch.Tensor, weight: Weight, rows: torch.Tensor | None, device: torch.device) -> None:
-    """Of a weight, what a rank keeps."""
+    """Copy what this rank keeps of a weight into its place."""
     numbers = weight.numbers if rows is None else weight.numbers[rows]
     if isinstance(place, DTensor):
         starts = [there.start for there in weight.region] or [0] * place.ndim

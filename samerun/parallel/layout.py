@@ -93,7 +93,7 @@ class Layout:
 
     @cached_property
     def has_buckets(self) -> bool:
-        """Whether DDP keeps the gradients, and memory for them all the time."""
+        """Whether DDP holds the gradients in buckets, which take memory all the time."""
         return self.processes > 1 and not self.is_sharded and not self.is_divided
 
     def uses(self, name: str) -> bool:

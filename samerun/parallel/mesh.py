@@ -165,7 +165,7 @@ class Parallelism:
         self.note_reductions(model, partial)
 
     def is_moved_later(self, tensor: torch.Tensor) -> bool:
-        """Whether it is nobody's, or FSDP2 moves it with its layer: not all of them at once."""
+        """Whether this rank has none of it, or FSDP2 moves it later, with its layer: not all of them at once."""
         return tensor.is_meta or (self.layout.is_sharded and not isinstance(tensor, DTensor))
 
     def note_reductions(self, model: torch.nn.Module, partial: list[str]) -> None:
@@ -238,7 +238,7 @@ class Parallelism:
         return micro_batches
 
     def autocast(self) -> AbstractContextManager:
-        """As that of Accelerate, which takes 50 µs also where there is nothing to cast."""
+        """Accelerate's autocast, which takes 50 µs even where there is nothing to cast."""
         return self.accelerator.autocast() if self.accelerator.native_amp else nullcontext()
 
     def before_micro_step(self, model: torch.nn.Module, is_last: bool) -> None:
@@ -248,7 +248,7 @@ class Parallelism:
 
     def reduce_gradients(self, model: torch.nn.Module) -> None:
         """Add up what neither DDP nor FSDP2 has, after the last micro-step."""
-        if self.layout.is_divided and not self.layout.is_sharded:  # FSDP2 makes them as the weights are.
+        if self.layout.is_divided and not self.layout.is_sharded:  # FSDP2 divides gradients as it does weights.
             for parameter in model.parameters():
                 # An embedding of which each rank has some rows gets the gradient of all of them.
                 if isinstance(parameter.grad, DTensor):

@@ -134,7 +134,9 @@ class PipelineSchedule:
             known = [None] * self.size
             dist.all_gather_object(known, own, group=self.groups.hosts)
             self.holders = {name: place for place in reversed(range(self.size)) for name in known[place]}
-        width = self.layout.processes // self.size  # Of pipelines, whose ranks are as far apart.
+        width = (
+            self.layout.processes // self.size
+        )  # The number of pipelines, and the step from one rank of a pipeline to the next.
         wanted = {rank // width for rank in ranks if rank % width == self.layout.rank % width}
         holder = self.holders[name]
         if self.place == holder:
@@ -148,7 +150,7 @@ class PipelineSchedule:
 
 
 class PipelineGroups:
-    """The ranks of a pipeline, of several that are beside each other."""
+    """The process groups of the pipeline that this rank is in. There may be several pipelines."""
 
     def __init__(self, ranks: dist.ProcessGroup, by_depth: torch.Tensor):
         """`by_depth`: [ranks of a pipeline, pipelines], from the first layers to the last."""

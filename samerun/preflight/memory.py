@@ -83,7 +83,7 @@ class PlannedLaunch:
 
     @property
     def plan(self) -> Plan:
-        """The one with the largest micro-batch."""
+        """The plan with the largest micro-batch."""
         plans = [stage.plan for stage in self.stages]
         return max(plans, key=lambda plan: (plan.micro_batch_size, plan.grad_accum_steps))
 

@@ -112,7 +112,7 @@ def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
 
 
 def named(launch: PlannedLaunch) -> str:
-    """What divides the model."""
+    """The words for what divides the model."""
     kind = "FSDP2" if launch.is_sharded else "DDP"
     return f"{kind}, {launch.layout}" if launch.layout.is_divided or launch.layout.row_ranks > 1 else kind
 

@@ -36,7 +36,7 @@ class Background:
     While it works, only the newest checkpoint waits. A failure is said and counted, and ends nothing.
     """
 
-    setting = ""  # That asks for it.
+    setting = ""  # The one that asks for it.
 
     def __init__(self, is_wanted: bool):
         self.is_wanted = is_wanted and is_main_process()
@@ -72,7 +72,7 @@ class Background:
             say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
 
     def run(self, checkpoint: Path) -> None:
-        """What is done. Raises what goes wrong."""
+        """Do it for a checkpoint. What goes wrong is raised."""
         raise NotImplementedError
 
     def finish(self) -> None:

@@ -115,7 +115,7 @@ def launcher_settings() -> dict[str, str]:
 
 
 def checksums_of_code(script: Path) -> dict[str, str]:
-    """Of the script, of what it has imported from beside it, and of each file of this package."""
+    """Checksums of the script, of what it has imported from beside it, and of each file of this package."""
     files = {script.name: script}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or os.devnull)
@@ -127,7 +127,7 @@ def checksums_of_code(script: Path) -> dict[str, str]:
 
 
 def settings_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Its transformers config, as JSON has it, but for where it lies and what has read it."""
+    """The transformers config of a model as JSON has it, without where the model lies and what has read it."""
     settings = {name: value for name, value in model.config.to_dict().items() if name not in OF_NO_MODEL}
     return json.loads(json.dumps(settings, default=str))
 

@@ -74,7 +74,7 @@ def export_model(setup: Setup) -> None:
 
 
 def export_dtype(config: Config, precision: str) -> torch.dtype:
-    """That of the exported weights, see run.export_dtype. `precision` is that of the launch: no, bf16 or fp8."""
+    """The type of the exported weights, see run.export_dtype. `precision` is that of the launch: no, bf16 or fp8."""
     asked, pretrained = config.run.export_dtype, config.model.pretrained
     if asked != "auto":
         return getattr(torch, asked)

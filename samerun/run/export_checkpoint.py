@@ -153,7 +153,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def new_folder(draft: Path) -> None:
-    """In place of one that a killed process has left."""
+    """Make a folder, in place of one that a killed process has left."""
     if os.path.lexists(draft):
         delete(draft)
     draft.mkdir(parents=True, exist_ok=True)

@@ -170,7 +170,7 @@ class RunFolder:
         replace_file(self.path / "config.yaml", settings + "".join(comments))
 
     def log_status(self, step: int) -> None:
-        """The run goes on, and has come to this step."""
+        """Write down that the run goes on, and has come to this step."""
         self.logged_step = step
         self.set_status("running", step, process=f"process {os.getpid()} on {socket.gethostname()}")
 
@@ -207,7 +207,7 @@ class RunFolder:
             replace_file(self.path / "status.json", text, lasting=status != "running")
 
     def status_line(self, status: str, step: int, **more: str) -> str:
-        """Of a run that goes on or has failed, it also names the last saved step, if there is one."""
+        """The text of status.json. That of a run that goes on or has failed also has the last saved step, if any."""
         has_ended = status in ("stopped", "finished")  # Then `step` is saved.
         saved = {"saved_step": self.saved_step} if self.saved_step and not has_ended else {}
         return json.dumps({"status": status, "step": step, **saved, **more})
@@ -271,7 +271,7 @@ def is_not_finite(value: Any) -> bool:
 
 
 def library_versions(repository: Path) -> dict[str, str]:
-    """Of Python and the libraries, and the git commit of the repository, empty where there is none."""
+    """The versions of Python and the libraries, and the git commit of the repository, empty where there is none."""
     versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
     versions["python"] = sys.version.split()[0]
     versions["git"] = subprocess.getoutput(

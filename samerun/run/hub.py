@@ -16,7 +16,7 @@ from samerun.run.after_save import Background, run_apart
 from samerun.run.checkpoint import Progress, step_of
 from samerun.yaml12 import to_yaml
 
-SECRET = {"after_save", "tracker_options"}  # Of section run. They may hold passwords.
+SECRET = {"after_save", "tracker_options"}  # Settings of section run that may hold passwords.
 
 
 class PushCheckpoints(Background):

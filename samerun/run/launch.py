@@ -113,7 +113,7 @@ class StopSignal:
 
 
 def set_timeout(minutes: float) -> None:
-    """Of the process groups that libraries make without one, such as those of a device mesh: torch reads it there."""
+    """Set the timeout of process groups that libraries make without one, as for a device mesh: torch reads it there."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, name, timedelta(minutes=minutes))
 

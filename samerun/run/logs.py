@@ -132,7 +132,7 @@ def show_seconds(summary: dict[str, float | None]) -> None:
 
 
 def announce(setup: Setup, launch: dict[str, str]) -> None:
-    """What one wants to check before a long run."""
+    """Print what one wants to check before a long run."""
     length = setup.config.data.sequence_length
     first_rows = setup.train_data.rows_at(0, setup.stages[0].plan.global_batch_size)
     _, targets_of_rows = setup.train_data.sizes(first_rows)

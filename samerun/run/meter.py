@@ -178,7 +178,7 @@ class Profiler:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU, or of this process."""
+    """The most bytes so far that were in use on the GPU or, without one, by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

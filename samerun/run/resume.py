@@ -150,7 +150,7 @@ def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) ->
 
 
 def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Of two transformers configs, for what both of them have."""
+    """What differs between two transformers configs, of the settings that both of them have."""
     common = before.keys() & now.keys() if isinstance(before, dict) else set()
     return [
         f"{name}: {before[name]!r} in the checkpoint, {now[name]!r} now"

@@ -72,7 +72,7 @@ class Setup:
 
     @property
     def plan(self) -> Plan:
-        """That of the global batch, after batch.warmup."""
+        """The plan of the global batch, which follows batch.warmup."""
         return self.stages[-1].plan
 
     def stage_at(self, step: int) -> Stage:

@@ -83,7 +83,7 @@ def log_to_each(trackers: list[Any]) -> Callable:
 
 
 def read_ids(note: Path) -> dict[str, str]:
-    """None for a new run, or for one that an earlier version of this script began."""
+    """What trackers.json holds; nothing for a new run, or for one that an earlier version of this script began."""
     try:
         return dict(json.loads(note.read_text()))
     except (OSError, ValueError, TypeError):
