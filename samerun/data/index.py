@@ -191,22 +191,36 @@ def read_batches(file: str | TokenFile) -> Iterator[tuple[pa.RecordBatch, range]
             yield batch, range(address, address + mapped.size())
 
 
+def pack_best_fit(documents: datasets.Dataset, length: int, folder: Path) -> datasets.Dataset:
+    """The documents packed by TRL: several in a row, whose lengths are in the column seq_lengths."""
+    from trl import pack_dataset  # Not at the top of the file, because it takes two seconds.
+
+    fixed = "fixed_size_list" in str(documents.data.schema)
+    require(not fixed, "data.packing best_fit: TRL does not pack lists of a fixed size; use concat or none")
+    options = {"batch_size": 10_000, "cache_file_name": str(folder / "packed.arrow")}
+    return pack_dataset(documents, length, "bfd_split", options)
+
+
+def in_files(
+    documents: datasets.Dataset, token_files: list[TokenFile], folder: Path
+) -> tuple[datasets.Dataset, list[str] | list[TokenFile]]:
+    """The documents, and the files that they lie in. They are copied into one if an index cannot tell where that is."""
+    if can_stay(documents):
+        files = token_files or files_of(documents)
+        if files:
+            return documents, files
+    documents = documents.flatten_indices(cache_file_name=str(folder / "documents.arrow"))
+    return documents, files_of(documents)
+
+
 def write_index(
     documents: datasets.Dataset, token_files: list[TokenFile], packing: str, length: int, folder: Path
 ) -> dict[str, Any]:
     """Write the files of an index, and return what goes into its index.json. `token_files`: where the documents lie."""
     columns = documents.column_names
     if packing == "best_fit":
-        from trl import pack_dataset  # Not at the top of the file, because it takes two seconds.
-
-        fixed = "fixed_size_list" in str(documents.data.schema)
-        require(not fixed, "data.packing best_fit: TRL does not pack lists of a fixed size; use concat or none")
-        options = {"batch_size": 10_000, "cache_file_name": str(folder / "packed.arrow")}
-        documents, token_files = pack_dataset(documents, length, "bfd_split", options), []
-    files = (token_files or files_of(documents)) if can_stay(documents) else []
-    if not files:
-        documents = documents.flatten_indices(cache_file_name=str(folder / "documents.arrow"))
-        files = files_of(documents)
+        documents, token_files = pack_best_fit(documents, length, folder), []
+    documents, files = in_files(documents, token_files, folder)
     names = ["edges", "extents"]
     if packing != "none":
         names.append("first")
