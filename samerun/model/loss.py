@@ -12,6 +12,7 @@ import transformers
 from samerun.config import Model
 from samerun.data.batches import MicroBatch, in_one_row, to_device
 from samerun.model.attention import DOCUMENTS
+from samerun.model.outline import unwrapped
 
 CHUNK = 768  # With model.chunked_loss, the logits of this many tokens exist at a time.
 COMPILED_CHUNK = 4096  # See chunk_size().
@@ -45,7 +46,7 @@ def compute_loss(
 
     With `chunked`, the logits of a few tokens at a time, and none of tokens without a target.
     """
-    model = getattr(wrapped, "module", wrapped)  # Without DDP's wrapper.
+    model = unwrapped(wrapped)
     is_compiled = compiles_loss(model, batch)
     if is_compiled:
         token_loss = compiled(token_loss)
@@ -104,7 +105,7 @@ def loss_in_chunks(
     DDP and FSDP2, which gather weights and wait for gradients by hooks, so see a pass like any other. Only the layers
     can be compiled, because autograd is called here.
     """
-    model = getattr(wrapped, "module", wrapped)
+    model = unwrapped(wrapped)
     layers, output_layer = model.get_decoder(), model.get_output_embeddings()
     head = head_of(model)
 

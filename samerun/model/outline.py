@@ -81,6 +81,11 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
     return model
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that DDP or DeepSpeed has wrapped, or the model itself."""
+    return getattr(model, "module", model)
+
+
 def unsplit_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Those that transformers says are to stay in one piece, which are the decoder layers of most models."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]

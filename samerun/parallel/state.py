@@ -7,6 +7,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor
 
+from samerun.model.outline import unwrapped
+
 
 def retarget(
     optimizers: list[torch.optim.Optimizer], names: dict[torch.nn.Parameter, str], model: torch.nn.Module
@@ -70,7 +72,7 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
             if "step" in of_weight:
                 of_weight["step"].zero_()
     # Saved once, by the name of what they are tied to.
-    model = getattr(wrapped, "module", wrapped)
+    model = unwrapped(wrapped)
     tied = {*model.all_tied_weights_keys, *names_of_shared(model)}
     state = {}
     for name, value in optimizer_state.items():

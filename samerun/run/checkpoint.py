@@ -24,6 +24,7 @@ from samerun.config import GONE, Config, config_fields, flatten, may_change, set
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
+from samerun.model.outline import unwrapped
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import without_wrappers
 
@@ -354,7 +355,7 @@ def kinds_of_state(names: Iterable[str]) -> dict[str, set[str]]:
 
 def forget_unused(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], kept: Iterable[str]) -> None:
     """Delete the new state of weights of which the checkpoint kept none. Up to it they never had a gradient."""
-    for name, parameter in getattr(model, "module", model).named_parameters():
+    for name, parameter in unwrapped(model).named_parameters():
         if without_wrappers(name) not in kept:
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from samerun.model.outline import unwrapped
 from samerun.model.weight_files import region_of, sample_of
 from samerun.model.weights import names_of_placeholders
 from samerun.parallel.state import local_tensor
@@ -52,7 +53,7 @@ def odd_numbers(device: torch.device) -> torch.Tensor:
 def held_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of each weight, by its name and place in the whole weight, as checkpoints know them."""
     parts = {}
-    for name, parameter in getattr(model, "module", model).named_parameters():
+    for name, parameter in unwrapped(model).named_parameters():
         if parameter.is_meta:  # Another rank has it.
             continue
         place = ""
