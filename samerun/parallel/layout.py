@@ -40,7 +40,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
 
-    # From the slowest links to the fastest: neighbours in tp are on one machine, and stages may be on several.
+    # From the slowest links to the fastest: neighbours in tp are on one machine, and a pipeline may be on several.
     DIMENSIONS: ClassVar = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
     DATA: ClassVar = ("dp_replicate", "dp_shard", "cp", "sp")  # Ranks with other tokens. Their gradients are added up.
 

@@ -72,7 +72,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     run = setup.config.run
     if checkpoint is None:
         if run.init_from:
-            load_first_weights(setup, Path(run.init_from), record)
+            load_initial_weights(setup, Path(run.init_from), record)
         return Progress()
 
     path, manifest = checkpoint
@@ -101,7 +101,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     return progress
 
 
-def load_first_weights(setup: Setup, path: Path, record: dict[str, Any]) -> None:
+def load_initial_weights(setup: Setup, path: Path, record: dict[str, Any]) -> None:
     """Load the weights of run.init_from. Raises UserError if they are none of this model, and says what differs."""
     manifest = verify_checkpoint(path, setup.folder.meeting)
     check_same_adapter(path, manifest["config"], record["config"])
