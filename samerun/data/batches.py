@@ -218,21 +218,3 @@ class Prefetcher:
             self.loaded.append(self.load(self.next_step))
             tokens += self.loaded[-1].counts["tokens"]
             self.next_step += 1
-
-
-def places_in(places: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:
-    """Where tokens at sorted places of a row are in some pieces of it, each with its begin and end, that are joined."""
-    found, before = [], 0
-    for begin, end in pieces:
-        first, last = np.searchsorted(places, (begin, end))
-        found.append(places[first:last] - begin + before)
-        before += end - begin
-    return np.concatenate(found)
-
-
-def ends_in(source_ends: dict[str, int], pieces: list[tuple[int, int]]) -> dict[str, int]:
-    """Where the sources end in pieces of the tokens, each with its begin and end, that follow one another."""
-    return {
-        source: sum(min(max(begin, source_end), end) - begin for begin, end in pieces)
-        for source, source_end in source_ends.items()
-    }

@@ -8,10 +8,11 @@ of all of them.
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, RowRanks, ends_in, in_one_row, lengthen, places_in
+from samerun.data.batches import MicroBatch, RowRanks, in_one_row, lengthen
 from samerun.errors import require
 from samerun.model.attention import DOCUMENTS, piece_of
 from samerun.parallel.layout import Layout
@@ -52,5 +53,23 @@ def part_of_row(batch: MicroBatch, layout: Layout, number: int, ranks: RowRanks 
     part = {}
     for name in "input_ids", "targets", "position_ids":
         part[name] = torch.cat([getattr(batch, name)[:, begin:end] for begin, end in pieces], dim=1)
-    learned = places_in(batch.learned, pieces)
+    learned = places_in_pieces(batch.learned, pieces)
     return MicroBatch(**part, learned=learned, documents=documents, source_ends=ends_in(batch.source_ends, pieces))
+
+
+def places_in_pieces(places: np.ndarray, pieces: list[tuple[int, int]]) -> np.ndarray:
+    """Where tokens at sorted places of a row are in some pieces of it, each with its begin and end, that are joined."""
+    found, before = [], 0
+    for begin, end in pieces:
+        first, last = np.searchsorted(places, (begin, end))
+        found.append(places[first:last] - begin + before)
+        before += end - begin
+    return np.concatenate(found)
+
+
+def ends_in(source_ends: dict[str, int], pieces: list[tuple[int, int]]) -> dict[str, int]:
+    """Where the sources end in pieces of the tokens, each with its begin and end, that follow one another."""
+    ends = {}
+    for source, source_end in source_ends.items():
+        ends[source] = sum(min(max(begin, source_end), end) - begin for begin, end in pieces)
+    return ends
