@@ -3,13 +3,18 @@
 import hashlib
 import json
 import os
+import shlex
+import subprocess
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import datasets
 import torch
+import transformers
 
 from samerun.config import FROZEN, Config, evaluation_title, flatten
 from samerun.data.rows import Dataset
@@ -112,6 +117,16 @@ def launcher_settings() -> dict[str, str]:
         if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
             told[f"launcher: {name.removeprefix('ACCELERATE_').lower()}"] = value
     return told
+
+
+def library_versions(repository: Path) -> dict[str, str]:
+    """The versions of Python and the libraries, and the git commit of the repository, empty where there is none."""
+    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
+    versions["python"] = sys.version.split()[0]
+    versions["git"] = subprocess.getoutput(
+        f"git -C {shlex.quote(str(repository))} describe --always --dirty 2> /dev/null"
+    )
+    return versions
 
 
 def checksums_of_code(script: Path) -> dict[str, str]:

@@ -4,20 +4,13 @@ import json
 import math
 import os
 import re
-import shlex
 import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import datasets
-import torch
-import transformers
 from filelock import FileLock, Timeout
 
 from samerun.config import Config
@@ -268,13 +261,3 @@ def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
 
 def is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def library_versions(repository: Path) -> dict[str, str]:
-    """The versions of Python and the libraries, and the git commit of the repository, empty where there is none."""
-    versions = {library.__name__: str(library.__version__) for library in (torch, accelerate, transformers, datasets)}
-    versions["python"] = sys.version.split()[0]
-    versions["git"] = subprocess.getoutput(
-        f"git -C {shlex.quote(str(repository))} describe --always --dirty 2> /dev/null"
-    )
-    return versions
