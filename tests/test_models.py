@@ -17,7 +17,6 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
-from samerun.meeting import Meeting
 from samerun.model.build import (
     add_lora,
     check_architecture,
@@ -28,11 +27,11 @@ from samerun.model.build import (
     shapes_weights,
 )
 from samerun.model.checks import (
+    allows_chunks,
     check_chunks,
     check_loss,
     draws_random_numbers,
     settle_attention,
-    settle_chunks,
     what_leaks,
 )
 from samerun.model.loss import chunk_size, joins_documents, model_inputs
@@ -504,11 +503,11 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
         return outputs
 
     always, auto = Model(chunked_loss=True), Model()
-    assert all(settle_chunks(model, config, True, Meeting(1), LOSS_OF) for config in (always, auto))
+    assert all(allows_chunks(model, config, LOSS_OF) for config in (always, auto))
     monkeypatch.setattr(model, "forward", with_more)
     with pytest.raises(UserError, match="model.chunked_loss: a llama .* use false"):
-        settle_chunks(model, always, True, Meeting(1), LOSS_OF)
-    assert not settle_chunks(model, auto, True, Meeting(1), LOSS_OF)
+        allows_chunks(model, always, LOSS_OF)
+    assert not allows_chunks(model, auto, LOSS_OF)
     assert model.forward is with_more and model.model is model.get_decoder()
 
 

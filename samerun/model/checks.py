@@ -23,27 +23,33 @@ from samerun.plan import Stage
 def check_model(
     model: torch.nn.Module, config: Config, new_tokens: Sequence[int], meeting: Meeting, loss_of: Callable
 ) -> tuple[bool, bool]:
-    """Whether a pass in training draws random numbers, as far as the main process knows, and whether the loss is
-    computed in chunks.
+    """Whether a pass in training draws random numbers, and whether the loss is computed in chunks.
 
-    Raises UserError if a token sees what it must not, or if packing changes the loss. The main process tries out a
-    small model of the kind, and settles on the attention for all ranks.
+    Raises UserError if a token sees what it must not, or if packing changes the loss. The main process tries that out,
+    and settles on the attention for all ranks.
     """
-    small = model_to_try(model, config.model, new_tokens) if meeting.rank == 0 else model
-    if meeting.rank == 0 and can_be_tried(small):
-        settle_attention(small, config.data.packing, loss_of)
-        check_loss(small, config.data.packing, loss_of)
-    settled = meeting.by_main(lambda: small.config._attn_implementation)
-    if settled != model.config._attn_implementation:
-        model.set_attn_implementation(settled)
+    name, is_random, chunked = meeting.by_main(lambda: settle_model(model, config, new_tokens, loss_of))
+    if name != model.config._attn_implementation:
+        model.set_attn_implementation(name)
     if config.model.attention == "sdpa" and not joins_documents(model):
         say(f"Rows are padded, because a {model.config.model_type} does not keep documents apart in a single row.")
-    is_random = meeting.rank == 0 and draws_random_numbers(small)
-    chunked = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
-    chunked = settle_chunks(small, config.model, chunked, meeting, loss_of)
+    return is_random, chunked
+
+
+def settle_model(
+    model: torch.nn.Module, config: Config, new_tokens: Sequence[int], loss_of: Callable
+) -> tuple[str, bool, bool]:
+    """The attention, and what check_model() returns, by a small model of the kind."""
+    small = model_to_try(model, config.model, new_tokens)
+    if can_be_tried(small):
+        settle_attention(small, config.data.packing, loss_of)
+        check_loss(small, config.data.packing, loss_of)
+    is_random = draws_random_numbers(small)
+    wanted = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
+    chunked = wanted and allows_chunks(small, config.model, loss_of)
     if small is not model:
         let_go(small)  # Its cycles would keep it until Python collects them, while the ranks get their parts.
-    return is_random, chunked
+    return small.config._attn_implementation, is_random, chunked
 
 
 def can_be_tried(model: torch.nn.Module) -> bool:
@@ -228,19 +234,15 @@ def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
     require(same, f"data.packing: a {name} computes another loss where documents share a row; use none")
 
 
-def settle_chunks(model: torch.nn.Module, config: Model, chunked: bool, meeting: Meeting, loss_of: Callable) -> bool:
-    """Whether the loss is computed in chunks, see model.chunked_loss. The main process tries it out for all ranks.
-
-    Raises UserError if chunks are asked for and change the loss.
-    """
-    if meeting.rank == 0 and chunked:
-        try:
-            check_chunks(model, loss_of)
-        except UserError:
-            if config.chunked_loss is True:
-                raise
-            chunked = False
-    return meeting.by_main(lambda: chunked)
+def allows_chunks(model: torch.nn.Module, config: Model, loss_of: Callable) -> bool:
+    """Whether the loss is the same in chunks. Raises UserError if it is not, and model.chunked_loss asks for them."""
+    try:
+        check_chunks(model, loss_of)
+    except UserError:
+        if config.chunked_loss is True:
+            raise
+        return False
+    return True
 
 
 def check_chunks(model: torch.nn.Module, loss_of: Callable) -> None:

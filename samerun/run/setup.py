@@ -50,7 +50,7 @@ class Setup:
     num_trained: int  # How many of them are trained.
     frozen_weights: str | None  # A checksum of some numbers of those that are not, which no checkpoint holds.
     export_dtype: torch.dtype
-    is_random: bool  # Whether the model draws random numbers. Only the main process knows.
+    is_random: bool  # Whether the model draws random numbers.
 
     def is_due(self, step: int, every: int) -> bool:
         """Every `every` steps and after the last one; with 0 only after the last one."""
