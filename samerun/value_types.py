@@ -20,9 +20,7 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None)]
 
 # A column, or two: of prompts and of their completions.
-Columns = Annotated[
-    list[Text], BeforeValidator(as_list, json_schema_input_type=Text | list[Text] | None), Field(max_length=2)
-]
+Columns = Annotated[Texts, Field(max_length=2)]
 
 
 def as_names(value: Any) -> Any:

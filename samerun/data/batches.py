@@ -134,7 +134,8 @@ def lengthen(batch: MicroBatch, length: int) -> MicroBatch:
         return batch
     more_ids = batch.input_ids[:, :1].expand(1, missing)  # Real ones, see Dataset.read_rows().
     more = torch.arange(before + 1, length + 1, device=documents.ends.device, dtype=torch.int32)
-    lengths, ends = (*documents.lengths, *[1] * missing), torch.cat((documents.ends, more))
+    lengths = documents.lengths + (1,) * missing
+    ends = torch.cat((documents.ends, more))
     return replace(
         batch,
         input_ids=torch.cat((batch.input_ids, more_ids), dim=1),

@@ -279,7 +279,8 @@ def load_rows(
     apart_from = None if others is None else [other.folder.name for other in others]
     rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(*ROOMS_OF_ROWS)]
     cache = data_cache()
-    folder, tokens = cache / "train-index" / hashed_key(tokens_key, rows_key), cache / "train-tokens" / tokens_key
+    folder = cache / "train-index" / hashed_key(tokens_key, rows_key)
+    tokens = cache / "train-tokens" / tokens_key
     index = read_index(folder)
     if index is None:
         lacks = "it is read-only, and lacks what --prepare makes of these data"

@@ -292,8 +292,9 @@ def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     names = [file if "://" in file else glob.escape(file) for file in files]
     local = [file for file in files if "://" not in file]
     cache = cache_of(local) if local else None
-    # As datasets itself reads the .tsv of a folder.
-    kind, options = ("csv", {"sep": "\t"}) if builder == "tsv" else (builder, {})
+    kind, options = builder, {}
+    if builder == "tsv":  # As datasets itself reads the .tsv of a folder.
+        kind, options = "csv", {"sep": "\t"}
     return text_files.leaving_texts(
         datasets.load_dataset_builder(kind, data_files=names, cache_dir=cache, **options), cache
     )

@@ -71,13 +71,16 @@ def tokenize_parts(
 ) -> None:
     """Tokenize the parts with these numbers into their files, on all cores, and tell how far it is."""
     edges = np.linspace(0, len(documents), len(files) + 1).astype(int).tolist()
-    made, left, started = 0, sum(edges[number + 1] - edges[number] for number in missing), time.monotonic()
-    told = started
+    made, left = 0, sum(edges[number + 1] - edges[number] for number in missing)
+    started = told = time.monotonic()
     with map_on_cores(partial(tokenize_part, documents, edges, config, encoder, files), missing) as sizes:
         for size in sizes:
-            made, left, now = made + size, left - size, time.monotonic()
+            made += size
+            left -= size
+            now = time.monotonic()
             if now - told >= LINE_SECONDS and left:
-                rate, told = made / (now - started), now
+                told = now
+                rate = made / (now - started)
                 done, seconds = len(documents) - left, tqdm.format_interval(left / rate)
                 say(f"Tokenized {done:,} of {len(documents):,} documents; {rate:,.0f} per second, {seconds} left")
 

@@ -23,10 +23,12 @@ from samerun.data.batches import Documents, RowPiece, RowRanks
 def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
     """The tokens from `begin` to `end` of a row."""
     bounds = np.cumsum((0, *documents.lengths))
-    first, last = np.searchsorted(bounds, begin, side="right") - 1, np.searchsorted(bounds, end)
+    first = np.searchsorted(bounds, begin, side="right") - 1
+    last = np.searchsorted(bounds, end)
     bounds, ends = bounds[first : last + 1], documents.ends[first : last + 1]
     start = int(bounds[0])
-    own, seen = np.diff(bounds.clip(begin, end)).tolist(), np.diff(bounds.clip(max=end)).tolist()
+    own = np.diff(bounds.clip(begin, end)).tolist()
+    seen = np.diff(bounds.clip(max=end)).tolist()
     return RowPiece(
         own=Documents(tuple(own), max(own), ends.clamp(begin, end) - begin),
         seen=Documents(tuple(seen), max(seen), ends.clamp(max=end) - start),

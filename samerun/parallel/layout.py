@@ -157,7 +157,8 @@ def check_layers_and_heads(layout: Layout, config: Config, found: PreTrainedConf
     """
     found = found.get_text_config()
     if layout.pp > 1:
-        layers, chunks = number_in_config(found, "num_hidden_layers"), layout.pp * config.model.chunks_per_rank()
+        layers = number_in_config(found, "num_hidden_layers")
+        chunks = layout.pp * config.model.chunks_per_rank()
         fits = not layers or chunks <= layers
         require(fits, f"{layout.setting('pp')}: the {layers} layers cannot be divided among {chunks} chunks")
     heads = number_in_config(found, "num_attention_heads")

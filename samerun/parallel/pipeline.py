@@ -239,7 +239,8 @@ def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting
 
 def check_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting: str) -> None:
     """Raises UserError for a model that computes something else in chunks."""
-    name, chunks = model.config.model_type, divide_layers(model, count, loss_of, setting)
+    name = model.config.model_type
+    chunks = divide_layers(model, count, loss_of, setting)
     refusal = f"{setting}: a {name} computes another loss when its layers are divided"
     with as_user_error(refusal), torch.no_grad():
         row = probe_row(vocabulary_size(model), packed=True)
@@ -248,7 +249,8 @@ def check_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting:
         for chunk in chunks:
             chunk.micro_batches = [batch]
             states = chunk(states, torch.tensor([0]))
-        same, alone = is_same_loss(model, states.item(), expected), leaves_states_alone(model.train(), batch, loss_of)
+        same = is_same_loss(model, states.item(), expected)
+        alone = leaves_states_alone(model.train(), batch, loss_of)
     require(same, refusal)
     require(alone, f"{setting}: a {name} has dropout outside of its layers, which each rank would apply; set it to 0")
 

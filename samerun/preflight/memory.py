@@ -324,18 +324,18 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     config = config.model_copy(update={"model": settings})
 
     part = own_part(config, found, layout)
-    model, found, layers, absent, trained = part.model, part.found, part.layers, part.absent, part.trained
-    weights = sum(one.nbytes for one in model.parameters()) - 4 * absent
+    model, found, layers = part.model, part.found, part.layers
+    weights = sum(one.nbytes for one in model.parameters()) - 4 * part.absent
 
     memory = {"weights": weights / layout.shards, "optimizer": 4 * part.moments / layout.shards}
-    memory["gradients"] = 4 * trained / layout.shards
+    memory["gradients"] = 4 * part.trained / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)
     if launch.is_sharded:
-        memory["weights"] += gathered_weights(model, launch, absent)
+        memory["weights"] += gathered_weights(model, launch, part.absent)
     if launch.defers:
-        memory["gradients"] = 4 * (sum(one.numel() for one in model.parameters() if one.requires_grad) - absent)
+        memory["gradients"] = 4 * (sum(one.numel() for one in model.parameters() if one.requires_grad) - part.absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
     activations, most = memory_of_passes(config, found, layers, launch)
     memory["activations"] = max(0, activations - known)

@@ -60,7 +60,8 @@ def push_export(config: Config, progress: Progress) -> None:
     step = progress.step
     if config.run.keep_best and progress.best_checkpoint:
         step = step_of(Path(progress.best_checkpoint))
-    note, wanted = folder / "hub.json", json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
+    note = folder / "hub.json"
+    wanted = json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
     try:
         if note.exists() and note.read_bytes() == wanted.encode():
             return
