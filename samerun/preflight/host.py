@@ -7,7 +7,7 @@ from torch.nn import Embedding, ModuleList
 from samerun.errors import require
 from samerun.model.build import starts_from_weights
 from samerun.model.small import layers_to_try, narrow, with_layers
-from samerun.preflight.memory import PlannedLaunch, model_without_storage, own_part
+from samerun.preflight.memory import PlannedLaunch, model_without_storage, numbers_in, own_part
 from samerun.run.export import export_dtype
 
 
@@ -47,7 +47,3 @@ def modules_at_a_time(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Layers, and the tables of embeddings."""
     layers = [layer for module in model.modules() if isinstance(module, ModuleList) for layer in module]
     return layers + [module for module in model.modules() if isinstance(module, Embedding)]
-
-
-def numbers_in(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -310,10 +310,15 @@ def own_part(config: Config, found: transformers.PreTrainedConfig, layout: Layou
     # A rank of a pipeline has no embedding or no output layer. With tensor parallelism, it has a part of both.
     ends = end if model.all_tied_weights_keys else 2 * end
     absent = ends - (end if layout.pp > 1 else ends) / layout.tp
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad) - absent
+    trained = numbers_in(model, only_trained=True) - absent
     hidden = hidden_matrices(model) if config.optim.name == "muon" else []
     moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
     return OwnPart(found, layers, model, absent, trained, moments)
+
+
+def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
+    """How many numbers the parameters of a module have."""
+    return sum(one.numel() for one in module.parameters() if one.requires_grad or not only_trained)
 
 
 def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
@@ -335,7 +340,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     if launch.is_sharded:
         memory["weights"] += gathered_weights(model, launch, part.absent)
     if launch.defers:
-        memory["gradients"] = 4 * (sum(one.numel() for one in model.parameters() if one.requires_grad) - part.absent)
+        memory["gradients"] = 4 * (numbers_in(model, only_trained=True) - part.absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
     activations, most = memory_of_passes(config, found, layers, launch)
     memory["activations"] = max(0, activations - known)
@@ -370,9 +375,9 @@ def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: floa
     size = 2 if launch.precision == "bf16" else 4
     layers = unsplit_modules(model)
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
-    sizes = [sum(one.numel() for one in module.parameters()) for module in layers]
+    sizes = [numbers_in(module) for module in layers]
     largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
-    others = sum(one.numel() for one in model.parameters()) - absent - sum(sizes)
+    others = numbers_in(model) - absent - sum(sizes)
     keeps_all = launch.config.batch.accumulation == "kept_weights" or not launch.plugin.reshard_after_forward
     gathered = others + (sum(sizes) if keeps_all else 2 * largest)
     return size * gathered + (size + 4) * largest
