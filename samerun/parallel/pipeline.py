@@ -134,9 +134,8 @@ class PipelineSchedule:
             known = [None] * self.size
             dist.all_gather_object(known, own, group=self.groups.hosts)
             self.holders = {name: place for place in reversed(range(self.size)) for name in known[place]}
-        width = (
-            self.layout.processes // self.size
-        )  # The number of pipelines, and the step from one rank of a pipeline to the next.
+        # The number of pipelines, and the distance from one rank of a pipeline to the next.
+        width = self.layout.processes // self.size
         wanted = {rank // width for rank in ranks if rank % width == self.layout.rank % width}
         holder = self.holders[name]
         if self.place == holder:
