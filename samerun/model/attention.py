@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from samerun.data.batches import Documents, RowPiece, RowRanks
+from samerun.errors import AgreedError
 
 
 def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
@@ -60,8 +61,10 @@ def document_attention(
     query, key, value: [rows, heads, tokens, head size]; several rows if documents.are_rows, each of which then is a
     document. Returns [rows, tokens, heads, head size].
     """
-    if documents is None:  # A pass over a plain text, such as in has_position().
-        return sdpa(module, query, key, value, attention_mask, **options)
+    if documents is None:  # Without masks by transformers, padding and windows would count for nothing, in silence.
+        for_all, for_now = "model.set_attn_implementation('sdpa') after build_model", "`with attention(model, 'sdpa'):`"
+        advice = f"give it what model_inputs() returns, or let it have transformers' masks: {for_all}, or {for_now}"
+        raise AgreedError(f"model: it is called without documents, and would attend to all that comes before; {advice}")
     if attention_mask is not None:
         raise ValueError("this model has a mask of its own")
     if documents.row_pieces:

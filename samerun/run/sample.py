@@ -55,7 +55,8 @@ def has_position(model: torch.nn.Module, position: int) -> bool:
     """Whether the model can read a token there. Positions that are learned end; the others go on."""
     token, positions = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[position]])
     try:
-        model(input_ids=token, position_ids=positions, use_cache=False)
+        with attention(model, "eager"):
+            model(input_ids=token, position_ids=positions, use_cache=False)
     except Exception:
         return False
     return True
