@@ -67,6 +67,31 @@ def test_drawn_as_transformers_does(kind):
         assert torch.equal(ours_, theirs_), name
 
 
+class OwnConfig(transformers.LlamaConfig):
+    model_type = "llama_of_a_fork"
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig):
+        super().__init__(config)
+        for layer in self.model.layers:
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+
+
+def test_a_model_of_a_fork_draws_its_own_weights():
+    """Also in __init__(), as nanoGPT scales the last matrices of its layers."""
+    transformers.AutoConfig.register(OwnConfig.model_type, OwnConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(OwnConfig, OwnLlama, exist_ok=True)
+    one, again, other = (make_model(Model(attention="eager"), OwnConfig(**SHAPE), 0, seed) for seed in (3, 3, 4))
+    assert difference(one.state_dict(), again.state_dict()) == 0
+    for layer in one.model.layers:
+        assert layer.mlp.down_proj.weight.abs().max() == 0
+    assert 0.01 < one.lm_head.weight.std() < 0.03
+    assert (one.lm_head.weight - other.lm_head.weight).abs().max() > 0.01
+
+
 def test_no_two_modules_and_no_two_seeds_draw_the_same():
     found = config_of("llama")
     some, other = (dict(make_model(Model(), found, 0, seed).named_parameters()) for seed in (3, 4))

@@ -124,6 +124,8 @@ class FirstWeights:
         plain = bare(self.config, self.found, fills_buffers=False)  # Of which only weights are taken.
         if self.config.pretrained:
             return WeightFiles(plain, self.config).read(places, self.vocab_size, self.seed)
+        if not type(plain).__module__.startswith("transformers."):
+            return []  # The code of a fork may also draw weights elsewhere, such as in __init__().
         return map(whole_weights, drawn(plain, self.seed, set(places)))
 
     def places_in(self, model: torch.nn.Module) -> Places:
