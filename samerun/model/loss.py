@@ -1,7 +1,7 @@
 """What applies token_loss(), which is in train.py, to a micro-batch: to all its logits at once or in chunks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import transformers
 
 from samerun.config import Model
 from samerun.data.batches import MicroBatch, in_one_row, to_device
+from samerun.errors import require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.outline import unwrapped
 
@@ -235,8 +236,16 @@ def patched(owner: torch.nn.Module, name: str, value: Any):
         setattr(owner, name, before)
 
 
+def check_names(known: Iterable[str], names: Iterable[str]) -> None:
+    """Raises UserError for other metrics than in an earlier pass, or on another rank: their sums would be mixed up."""
+    odd = sorted(set(known) ^ set(names))
+    advice = "let each call return the same names, with 0 where there is nothing to count"
+    require(not odd, f"token_loss: some calls return the metrics {', '.join(odd)}, and others do not; {advice}")
+
+
 def add_metrics(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
-    """Add the values of the same name, without their gradients."""
+    """Add the values of the same name, without their gradients. Raises UserError if there are other names."""
+    check_names(total or more, more)
     for name, value in more.items():
         value = value.detach()
         total[name] = total[name] + value if name in total else value

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +23,7 @@ from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, collate
 from samerun.errors import as_user_error, require
 from samerun.model.checks import probe_row
-from samerun.model.loss import add_metrics, joins_documents, patched
+from samerun.model.loss import add_metrics, check_names, joins_documents, patched
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
@@ -59,6 +59,7 @@ class Parallelism:
         # a rank before this one counts in the norm.
         self.owed: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]] = []
         self.counted_elsewhere: torch.nn.Parameter | None = None
+        self.names_of_metrics: dict[str, list[str]] = {}  # See sum_over_ranks().
 
     @property
     def passes(self) -> Callable | None:
@@ -270,14 +271,25 @@ class Parallelism:
             add_metrics(metrics, metrics_of_batch)
         return metrics
 
-    def sum_over_ranks(self, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add up the values of the ranks. All of them get the same sums, to the bit."""
+    def sum_over_ranks(self, metrics: dict[str, torch.Tensor], of: str = "") -> dict[str, torch.Tensor]:
+        """Add up the values of the ranks. All of them get the same sums, to the bit.
+
+        Raises UserError if not all sums `of` something, such as the steps, have the same names, on all ranks.
+        """
+        if of and of not in self.names_of_metrics:
+            of_ranks = gather_object([list(metrics)])
+            for names in of_ranks:
+                check_names(of_ranks[0], names)
+            self.names_of_metrics[of] = of_ranks[0]
+        if of:
+            check_names(self.names_of_metrics[of], metrics)
         if self.layout.processes == 1:
             return metrics
-        values = torch.stack(list(metrics.values()))
+        names = sorted(metrics)  # Each rank may have met them in another order.
+        values = torch.stack([metrics[name] for name in names])
         dist.all_reduce(values)
         alike = self.layout.size("pp", "tp")  # Ranks that have the same values.
-        return {name: total / alike for name, total in zip(metrics, values.unbind())}
+        return {name: total / alike for name, total in zip(names, values.unbind())}
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks."""

@@ -20,7 +20,7 @@ from samerun.errors import as_user_error, require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import is_same_loss, probe_loss, probe_row
-from samerun.model.loss import StandIn, add_metrics, model_inputs, patched, place_of
+from samerun.model.loss import StandIn, add_metrics, check_names, model_inputs, patched, place_of
 from samerun.parallel.fsdp import before_backward
 from samerun.parallel.layout import Layout
 
@@ -120,6 +120,7 @@ class PipelineSchedule:
             self.metric_names[is_training] = names[0]
         zero = torch.zeros((), device=self.accelerator.device)
         names = self.metric_names[is_training]
+        check_names(names, metrics or names)  # Those of the last rank.
         values = torch.stack([metrics.get(name, zero) for name in names])
         dist.all_reduce(values, group=self.groups.ranks)
         return dict(zip(names, values.unbind()))

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from samerun.data.rows import Mixture
 from samerun.errors import one_line, say
-from samerun.model.loss import add_metrics
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
 from samerun.run.setup import Setup
@@ -82,7 +81,7 @@ class SourceMetrics:
         """Move the sums of the sources out of those of a step, in which each source has so many targets."""
         for source, count in targets.items():
             for name in [name for name in summed if name.endswith(f"/{source}")]:
-                add_metrics(self.sums, {name: summed.pop(name)})
+                self.sums[name] = self.sums.get(name, 0) + summed.pop(name)
             self.targets[source] += count
 
     def note(self, progress: Progress) -> None:

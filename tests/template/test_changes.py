@@ -141,6 +141,47 @@ def test_a_loss_that_changes_its_targets(task, tmp_path, monkeypatch):
     assert difference(*weights) == 0
 
 
+BY_KIND = """
+def token_loss(logits, targets):
+    loss = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    sums = {{"of_low": loss[targets < 40].sum(), "of_high": loss[targets >= 40].sum()}}
+    if (targets >= 40).sum() > (targets < 40).sum():
+        sums = {instead}
+    return loss.sum(), {{"loss": loss, **sums}}
+"""
+IN_ANOTHER_ORDER = BY_KIND.format(instead="dict(reversed(sums.items()))")
+SOME_ONLY = BY_KIND.format(instead='{"of_high": sums["of_high"]}')
+
+
+def test_metrics_that_some_calls_leave_out_are_refused(task, tmp_path, monkeypatch):
+    """Ranks would add up other metrics under their names."""
+    config, *_ = task
+    names = {"torch": torch}
+    exec(SOME_ONLY, names)
+    monkeypatch.setattr(train, "token_loss", names["token_loss"])
+    done = run(tmp_path, config, "--batch.max_micro_batch_size", 1, expect=2)
+    assert "error: token_loss: some calls return the metrics of_low, and others do not; let each call" in done.output
+
+
+@pytest.mark.slow
+def test_metrics_of_several_ranks(task, tmp_path):
+    """Each rank may return them in another order, but all must return the same ones, in the first step, too."""
+    config, *_ = task
+    settings, logged = ("--batch.max_micro_batch_size", 1, "--run.max_steps", 6), []
+    for processes in 1, 2:
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        script = fork(folder, IN_ANOTHER_ORDER)
+        done = launch(folder, config, *settings, processes=processes, script=script, warm=True)
+        logged.append([done.logged(f"{kind}/{name}") for kind in ("train", "eval") for name in ("of_low", "of_high")])
+    for one, two in zip(*logged, strict=True):
+        assert len(one) and two == pytest.approx(one, rel=1e-5)
+    script = fork(tmp_path, SOME_ONLY)
+    one_pass = "--batch.global_batch_size", 2, "--batch.max_micro_batch_size", 1
+    refused = launch(tmp_path, config, *one_pass, processes=2, script=script, warm=True, expect=None)
+    assert refused.code and refused.output.count("error: token_loss: some calls return") == 1
+
+
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 SLOW_EMBEDDINGS = """
