@@ -1,6 +1,9 @@
 """What build_optimizer(), which is in train.py, stands on: which weights decay, which are for Muon, skipped updates."""
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from samerun.errors import require
 
 # Parameters of several dimensions that multiply no states: a number for each channel, expert or head.
 NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "time_mix_receptance", "time_mix_value"}
@@ -50,6 +53,7 @@ class Guard:
         # The number of skipped updates since step 0, and how many of them were the last ones, in a row.
         self.skipped_steps = torch.tensor(skipped_steps, device=device)
         self.skipped_in_a_row = torch.tensor(skipped_in_a_row, device=device)
+        self.tried: set[int] = set()  # The optimizers, by their ids, that first_update() has called.
 
     def skip(self) -> None:
         """Count a step without an update, which is no sign of trouble.
@@ -72,12 +76,44 @@ class Guard:
                 optimizer.found_inf = bad.float()
             elif bad:  # Waits for the device.
                 continue
-            optimizer.step()
+            if id(optimizer) in self.tried:
+                optimizer.step()
+            else:
+                first_update(optimizer)
+                self.tried.add(id(optimizer))
 
     def read(self) -> tuple[int, int]:
         """The two counters. Waits for the device."""
         skipped, in_a_row = torch.stack((self.skipped_steps, self.skipped_in_a_row)).tolist()
         return skipped, in_a_row
+
+
+def first_update(optimizer: torch.optim.Optimizer) -> None:
+    """Call an optimizer. Raises UserError if it keeps what no checkpoint would have, so that the run could be continued
+    by another one only, in silence."""
+    name, before = f"build_optimizer: {type(optimizer).__name__}", numbers_of_groups(optimizer)
+    optimizer.step()
+    if not isinstance(optimizer, torch.optim.Optimizer):  # That of DeepSpeed calls one of torch.
+        return
+    now = numbers_of_groups(optimizer)
+    changed = sorted({key for old, new in zip(before, now) for key in new if new[key] != old.get(key)})
+    advice = "no checkpoint keeps; let it keep them as tensors in the state of each weight"
+    require(not changed, f"{name} changes {', '.join(changed)} of its parameter groups, which {advice}")
+    for weight, state in optimizer.state.items():
+        for key, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            require(is_tensor, f"{name} keeps {key} as {value!r}; checkpoints keep tensors only, so make it one")
+            is_part = isinstance(weight, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
+            advice = "make it a DTensor, as torch.zeros_like(weight) is"
+            require(not is_part, f"{name} keeps {key} of each rank, and checkpoints that of the first one; {advice}")
+
+
+def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """What the groups have besides their weights. The rates are set in every step."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, int | float) and key != "lr"}
+        for group in optimizer.param_groups
+    ]
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,14 +12,19 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import ROOT, difference, launch, run, tiny_config
 from reference import adamw, shuffled, summed_loss, train_reference
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
 from samerun.errors import UserError
+from samerun.optim import first_update
+from samerun.parallel.state import local_tensor
 from samerun.run.checkpoint import check_same_state
 
 STEPS, Z = 8, 0.01
@@ -248,6 +253,53 @@ def test_weights_that_no_optimizer_has(task, tmp_path, monkeypatch):
         done = run(folder, config, "--optim.learning_rate", 1e-12, "--optim.weight_decay", 0)
         norms.append(done.logged("train/grad_norm"))
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+class OfParts(torch.optim.Optimizer):
+    """Momentum, by default of the part of each weight that this rank has; and a count of the updates."""
+
+    def __init__(self, weights, count=None, in_group=False, part_of=local_tensor):
+        super().__init__(weights, {"lr": 0.1, "updates": 0})
+        self.count, self.in_group, self.part_of = count, in_group, part_of
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["updates"] += self.in_group
+            for weight in group["params"]:
+                state = self.state[weight]
+                state.setdefault("momentum", torch.zeros_like(self.part_of(weight))).add_(self.part_of(weight.grad))
+                if self.count is not None:
+                    state["updates"] = state.get("updates", self.count) + 1
+
+
+@pytest.mark.parametrize(
+    "options, refused",
+    [
+        ({"in_group": True}, "OfParts changes updates of its parameter groups, which no checkpoint keeps"),
+        ({"count": 0}, "OfParts keeps updates as 1; checkpoints keep tensors only"),
+        ({"count": torch.tensor(0.0)}, None),
+    ],
+)
+def test_what_an_optimizer_keeps_is_in_checkpoints(task, tmp_path, monkeypatch, options, refused):
+    """Or the run ends after its first update: one that is continued would begin anew in silence."""
+    config, *_ = task
+    monkeypatch.setattr(train, "build_optimizer", lambda model, config: [OfParts(model.parameters(), **options)])
+    done = run(tmp_path, config, "--run.max_steps", 5, expect=2 if refused else 0)
+    assert refused is None or f"error: build_optimizer: {refused}" in done.output
+
+
+def test_the_state_of_a_part_is_refused():
+    """A checkpoint would have that of the first rank, for all of them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        weight.grad = torch.ones_like(weight)
+        first_update(OfParts([weight], part_of=lambda whole: whole))
+        with pytest.raises(UserError, match="OfParts keeps momentum of each rank, and checkpoints that of the first"):
+            first_update(OfParts([weight]))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_optimizer_of_a_weight_that_no_model_has(task, tmp_path, monkeypatch):
