@@ -1,6 +1,7 @@
 """data.sources: exact shares in each block of the stream, each source as if alone, and the run that of a plain loop."""
 
 import json
+import re
 from itertools import accumulate
 
 import numpy as np
@@ -317,6 +318,20 @@ def test_sums_of_a_fork_have_no_sources_and_terms_have(truth, tmp_path, monkeypa
     ]
     assert done.logged("train/tokens_in_loss") == [1.0] * 3
     assert all(0 <= hits <= 1 for name in SIZES for hits in done.logged(f"train/accuracy/{name}"))
+
+
+def test_terms_of_some_tokens_only_are_refused(truth, tmp_path, monkeypatch):
+    """They would count for other sources than those of their tokens."""
+    config, *_ = truth
+    loss_of = train.token_loss
+
+    def token_loss(logits, targets):
+        loss, metrics = loss_of(logits, targets)
+        return loss, {**metrics, "hits": (logits.argmax(-1) == targets)[targets != -100]}
+
+    monkeypatch.setattr(train, "token_loss", token_loss)
+    done = run(tmp_path, config, expect=2)
+    assert re.search(r"error: token_loss: the metric hits has \d+ values for \d+ tokens; return one per", done.output)
 
 
 def test_other_weights_are_another_run(tmp_path):

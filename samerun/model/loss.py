@@ -31,10 +31,15 @@ def add_up_terms(metrics: dict[str, torch.Tensor], source_ends: dict[str, int]) 
     """The metrics of token_loss() as sums NAME over all tokens and, of those that have terms, NAME/SOURCE as well.
 
     The tokens of a mixture are those of one source after those of another. `source_ends` says where each source ends.
+    Raises UserError for terms of some tokens only, such as those with a target: their sources are not known.
     """
     sums = {name: terms.detach().sum() for name, terms in metrics.items()}
     for name, terms in metrics.items():
         if source_ends and terms.ndim:
+            tokens = max(source_ends.values())
+            fits = len(terms) >= tokens  # A rank without rows has a token of no source.
+            advice = "return one per token, 0 where there is no target, or their sum"
+            require(fits, f"token_loss: the metric {name} has {len(terms)} values for {tokens} tokens; {advice}")
             parts = terms.detach().tensor_split(list(source_ends.values()))
             sums |= {f"{name}/{source}": part.sum() for source, part in zip(source_ends, parts)}
     return sums
