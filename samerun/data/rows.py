@@ -221,6 +221,9 @@ def checksum_of_rows(data: Dataset) -> int:
 
 def check_token_ids(data: Dataset, vocab_size: int, name: str) -> None:
     """Raises UserError for ids outside the vocabulary, for which a GPU would fail without an explanation."""
+    lacks = {"lowest_id", "lowest_label", "highest"} - getattr(data, "index", {}).keys()  # That of a fork may.
+    told = f"data: the index of {type(data).__name__} lacks {', '.join(sorted(lacks))} of {name}"
+    require(not lacks, f"{told}; give them, or delete check_vocabulary from build_setup")
     advice = "a vocabulary begins at 0, and what is not to be learned gets -100 in labels"
     for column, lowest in ("input_ids", data.index["lowest_id"]), ("labels", data.index["lowest_label"]):
         require(lowest >= 0, f"data: {name} has {lowest} among its {column}; {advice}")

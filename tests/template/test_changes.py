@@ -22,6 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
+from samerun.data.order import Order
+from samerun.data.rows import Dataset
 from samerun.errors import UserError
 from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
@@ -499,6 +501,41 @@ def test_settings_of_a_fork(task, tmp_path, with_own_settings):
     assert "--optim.power  float, default 1.0\n      Of the linear decay." in helped
     planned = launch(other, config, "--plan", 8, "--perf.device_memory_gib", 80, **how).output
     assert "GiB" in planned and "is not known" not in planned
+
+
+class Counted(Dataset):
+    """Rows that are made on the spot: five numbers that follow one another."""
+
+    def __init__(self, count, seed):
+        self.count, self.tokens, self.order = count, 5 * count, Order(count, seed)
+
+    def __len__(self):
+        return self.count
+
+    def read(self, row):
+        ids = 10 + (int(row) + np.arange(5)) % 50
+        return np.stack([ids, [*ids[1:], -100], np.arange(5)])
+
+    def sizes(self, rows):
+        return np.full(len(rows), 5), np.full(len(rows), 4)
+
+    def attention_length(self):
+        return 5.0
+
+    def fingerprint(self):
+        return f"{self.count} counted rows"
+
+
+def test_rows_of_a_fork(task, tmp_path, monkeypatch):
+    """All that configs/README.md lists; for the tokens that the model must know, an index, too."""
+    config, *_ = task
+    monkeypatch.setattr(train, "load_data", lambda data, tokenizer, seed: (Counted(100, seed), {"": Counted(9, seed)}))
+    refused = run(tmp_path, config, expect=2)
+    assert "the index of Counted lacks highest, lowest_id, lowest_label of the training data; give" in refused.output
+    monkeypatch.setattr(Counted, "index", {"lowest_id": 10, "lowest_label": 10, "highest": 59}, raising=False)
+    rows = [{"input_ids": Counted(100, 0).read(row)[0].tolist()} for row in shuffled(7, 100, STEPS * 10)]
+    did = train_reference(config, lambda step: rows[step * 10 - 10 : step * 10])
+    did.check(run(tmp_path, config))
 
 
 IN_ORDER = """
