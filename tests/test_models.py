@@ -301,6 +301,12 @@ def test_an_encoder_is_refused(tmp_path):
     assert run(tmp_path, config, "--run.max_steps", 5).status["status"] == "finished"
 
 
+def test_checkpointing_that_a_family_lacks_is_refused():
+    found = transformers.AutoConfig.for_model("jetmoe", **SHAPE)
+    with pytest.raises(UserError, match="model.gradient_checkpointing: .* jetmoe; use false"):
+        make_model(Model(gradient_checkpointing=True), found, 0, seed=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(3))
 def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):

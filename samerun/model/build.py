@@ -153,6 +153,8 @@ def outlined_model(
                 train_in_float32(model)
     model.first_weights = weights
     if config.gradient_checkpointing:
+        advice = f"transformers has it not for a {found.model_type}; use false"
+        require(model.supports_gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
         model.gradient_checkpointing_enable()
     return model
 
