@@ -25,6 +25,7 @@ from samerun.model.build import (
     flops_per_token,
     has_known_layers,
     make_model,
+    model_config,
     shapes_weights,
 )
 from samerun.model.checks import (
@@ -299,6 +300,19 @@ def test_an_encoder_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
     config["model"]["architecture"]["is_decoder"] = True
     assert run(tmp_path, config, "--run.max_steps", 5).status["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["mllama", "emu3"])
+def test_a_text_model_that_cannot_be_loaded_again_is_refused(name):
+    """AutoModelForCausalLM makes it from the config of the whole, and does not know the config that it then has."""
+    config = Config(
+        run={"max_steps": 1},
+        batch={"global_batch_size": 1},
+        data={"files": ["some.txt"]},
+        model={"architecture": {"model_type": name}},
+    )
+    with pytest.raises(UserError, match=f"model: AutoModelForCausalLM could not load a trained {name}"):
+        model_config(config, 384)
 
 
 def test_checkpointing_that_a_family_lacks_is_refused():

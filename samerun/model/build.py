@@ -45,9 +45,22 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             found = transformers.AutoConfig.for_model(**{**defaults, **architecture})
 
     check_architecture(architecture, found)
+    check_is_loaded_again(found)
     positions = getattr(found, "max_position_embeddings", None) or length
     require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
+
+
+def check_is_loaded_again(found: transformers.PreTrainedConfig) -> None:
+    """Raises UserError if AutoModelForCausalLM takes a part of the config, and does not know that part by itself.
+
+    Of an Mllama, for one, it makes a model of the text. That one has the config of the text.
+    """
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+    part = getattr(kind, "config_class", None) or type(found)
+    is_known = part is type(found) or part in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    name = found.model_type
+    require(is_known, f"model: AutoModelForCausalLM could not load a trained {name}, of which it takes the text alone")
 
 
 def check_architecture(architecture: dict[str, Any], found: transformers.PreTrainedConfig) -> None:
