@@ -302,6 +302,26 @@ def test_an_encoder_is_refused(tmp_path):
     assert run(tmp_path, config, "--run.max_steps", 5).status["status"] == "finished"
 
 
+DEEPSEEK_V4 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+DEEPSEEK_V4 |= {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16}
+DEEPSEEK_V4 |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "vocab_size": 97}
+DEEPSEEK_V4 |= {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
+
+
+@pytest.mark.parametrize("every", [4, 128])
+def test_documents_that_see_each_other_only_in_long_rows_are_found(every):
+    """A DeepSeek-V4 compresses tokens by 4 or by 128. Two documents of 4 tokens share none of what they see of that,
+    and the second one of a long row begins in the middle of it."""
+    kind = "compressed_sparse_attention" if every == 4 else "heavily_compressed_attention"
+    model = build("deepseek_v4", DEEPSEEK_V4 | {"layer_types": ["sliding_attention", kind]}, "eager")
+    settle_attention(model, "none", LOSS_OF)
+    check_loss(model, "concat", LOSS_OF)
+    with pytest.raises(UserError, match="deepseek_v4 .* use none"):
+        settle_attention(model, "concat", LOSS_OF)
+    if every == 128:
+        settle_attention(model, "concat", LOSS_OF, sequence_length=100)
+
+
 @pytest.mark.parametrize("name", ["mllama", "emu3"])
 def test_a_text_model_that_cannot_be_loaded_again_is_refused(name):
     """AutoModelForCausalLM makes it from the config of the whole, and does not know the config that it then has."""

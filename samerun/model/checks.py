@@ -13,11 +13,15 @@ from samerun.data.batches import MicroBatch, collate
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
-from samerun.model.build import vocabulary_size
+from samerun.model.build import has_known_layers, vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs, wants_chunks
 from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
 from samerun.plan import Stage
+
+# Layers may do something else with every 128 tokens, as those of DeepSeek-V4, which compress them into one: in a row of
+# this length, its two documents share some of them.
+LONG = 512
 
 
 def check_model(
@@ -42,7 +46,7 @@ def settle_model(
     """The attention, and what check_model() returns, by a small model of the kind."""
     small = model_to_try(model, config.model, new_tokens)
     if can_be_tried(small):
-        settle_attention(small, config.data.packing, loss_of)
+        settle_attention(small, config.data.packing, loss_of, config.data.sequence_length)
         check_loss(small, config.data.packing, loss_of)
     is_random = draws_random_numbers(small)
     wanted = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
@@ -112,15 +116,16 @@ def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
         return model(**model_inputs(model, batch))
 
 
-def probe_row(vocab_size: int, packed: bool, first: int = 0) -> np.ndarray:
-    """A row [3, 8] as of Dataset.read(): two documents of 4 tokens, or one of 8. With another `first`, of others."""
-    middle = vocab_size // 2  # At the ends are special tokens, whose embedding may be 0.
-    ids = (middle + first + np.arange(8)) % vocab_size
+def probe_row(vocab_size: int, packed: bool, first: int = 0, lengths: tuple[int, int] = (4, 4)) -> np.ndarray:
+    """A row [3, tokens] as of Dataset.read(): two documents of these lengths, or a single one. With another `first`, of
+    other tokens."""
+    count, middle = sum(lengths), vocab_size // 2  # At the ends are special tokens, whose embedding may be 0.
+    ids = (middle + first + np.arange(count)) % vocab_size
     targets = np.append(ids[1:], -100)
-    positions = np.arange(8)
+    positions = np.arange(count)
     if packed:
-        targets[3] = -100
-        positions %= 4
+        targets[lengths[0] - 1] = -100
+        positions = np.concatenate([np.arange(length) for length in lengths])
     return np.stack((ids, targets, positions))
 
 
@@ -152,22 +157,23 @@ def tokens_seen(model: torch.nn.Module, row: np.ndarray, token: int) -> list[int
     return seen.nonzero().flatten().tolist()
 
 
-def what_leaks(model: torch.nn.Module, packed: bool) -> str:
+def what_leaks(model: torch.nn.Module, packed: bool, lengths: tuple[int, int] = (4, 4)) -> str:
     """What a token sees and must not: "later tokens", "other documents", or nothing: ""."""
-    row = probe_row(vocabulary_size(model), packed)
-    for token in (2, 5):  # One of each document.
+    row = probe_row(vocabulary_size(model), packed, lengths=lengths)
+    begin, end = lengths[0], sum(lengths)
+    for token in (begin // 2, begin + lengths[1] // 4, end - 1):  # One of the first document, two of the second.
         seen = tokens_seen(model, row, token)
         if max(seen, default=0) > token:
             return "later tokens"
-        if packed and min(seen, default=token) < token // 4 * 4:
+        if packed and token >= begin and min(seen, default=token) < begin:
             return "other documents"
     return ""
 
 
-def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
+def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable, sequence_length: int = LONG) -> None:
     """Take padded rows and transformers' own masks if the model needs them.
 
-    Raises UserError if a token sees too much all the same.
+    Raises UserError if a token sees too much all the same, maybe only in a row of `sequence_length` tokens.
     """
     if model.config._attn_implementation == DOCUMENTS:
         if keeps_documents_apart(model, loss_of):
@@ -177,6 +183,9 @@ def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable) ->
     name, found = model.config.model_type, what_leaks(model, packed=False)
     if not found and packing != "none":
         found = what_leaks(model, packed=True)
+        if not found and not has_known_layers(getattr(model, "get_base_model", lambda: model)()):
+            length = min(sequence_length, LONG)
+            found = what_leaks(model, True, (length * 2 // 5, length - length * 2 // 5))
     causal = found != "later tokens"
     require(causal, f"model: a token of this {name} sees later ones; take a causal model (is_decoder: true)")
     require(not found, f"data.packing: in a {name} the documents of a row see each other; use none")
