@@ -26,6 +26,7 @@ from samerun.model.build import (
     has_known_layers,
     make_model,
     model_config,
+    outlined_model,
     shapes_weights,
 )
 from samerun.model.checks import (
@@ -37,6 +38,7 @@ from samerun.model.checks import (
     what_leaks,
 )
 from samerun.model.loss import chunk_size, joins_documents, model_inputs
+from samerun.model.small import model_to_try
 from samerun.model.tokenizer import use_special_tokens
 
 SHAPE = {
@@ -333,6 +335,14 @@ def test_a_text_model_that_cannot_be_loaded_again_is_refused(name):
     )
     with pytest.raises(UserError, match=f"model: AutoModelForCausalLM could not load a trained {name}"):
         model_config(config, 384)
+
+
+def test_a_family_whose_number_of_layers_cannot_be_changed():
+    """A ProphetNet raises an error. It is tried as it is."""
+    sizes = {"hidden_size": 32, "decoder_ffn_dim": 48, "num_decoder_layers": 3, "num_decoder_attention_heads": 4}
+    found = transformers.AutoConfig.for_model("prophetnet", vocab_size=97, max_position_embeddings=64, **sizes)
+    model = outlined_model(Model(attention="eager"), found, 0, seed=0)
+    assert model_to_try(model, Model(attention="eager")).config.num_decoder_layers == 3
 
 
 def test_checkpointing_that_a_family_lacks_is_refused():

@@ -55,11 +55,11 @@ def small_model(model: PreTrainedModel, config: Model, chunks: int, device: torc
 
 def first_that_works(make: Callable, model: torch.nn.Module, config: Model, chunks: int) -> torch.nn.Module:
     """A small model of this kind that computes. Some kinds cannot have few columns, or few layers: then it is whole."""
-    few = with_layers(model.config, layers_to_try(model, chunks))
     with torch.random.fork_rng(devices=[]):
         for is_narrow in True, False:
             torch.manual_seed(0)
             try:
+                few = with_layers(model.config, layers_to_try(model, chunks))
                 small = make(narrow(few, config.expert_ranks) if is_narrow else few).eval()
                 with torch.no_grad(), attention(small, "eager"):
                     small(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=False)
