@@ -433,6 +433,8 @@ def test_flops_of_a_mixture():
     assert flops[1] - flops[0] == 6 * 3 * 32 * 48 * 2
 
 
+FALCON_H1 = SHAPE | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+FALCON_H1 |= {"lm_head_multiplier": 0.3}
 HEADS = {  # What is behind the layers: a bias; the embedding; that and a projection; what scales or bounds the logits.
     "llama": ("llama", FULL["llama"], None),
     "phi": ("phi", FULL["phi"], None),
@@ -442,6 +444,7 @@ HEADS = {  # What is behind the layers: a bias; the embedding; that and a projec
     "gemma3": ("gemma3_text", PARTLY["gemma3"][1] | {"final_logit_softcapping": 0.05}, None),
     "granite": ("granite", FULL["granite"] | {"logits_scaling": 7.0}, None),
     "cohere": ("cohere", FULL["cohere"] | {"logit_scale": 0.3}, None),
+    "falcon_h1, which asks its layers for the scale": ("falcon_h1", FALCON_H1, None),
     "layers frozen": ("llama", FULL["llama"], {"r": 2, "target_modules": ["lm_head"]}),
     "output layer frozen": ("llama", FULL["llama"], {"r": 2, "target_modules": ["q_proj"]}),
 }

@@ -202,11 +202,11 @@ def head_of(model: torch.nn.Module) -> Callable:
     """
     forward, layers, output_layer = model.forward, model.get_decoder(), model.get_output_embeddings()
     place_of_layers, place_of_output_layer = place_of(layers, model), place_of(output_layer, model)
-    without_hooks = StandIn(output_layer.forward)
+    without_hooks = StandIn(output_layer.forward, output_layer)
 
     def head(outputs: transformers.utils.ModelOutput, states: torch.Tensor) -> torch.Tensor:
         known = type(outputs)(**{**outputs, "last_hidden_state": states[None]})
-        without_layers = StandIn(lambda *_, **__: known)
+        without_layers = StandIn(lambda *_, **__: known, layers)
         with patched(*place_of_layers, without_layers), patched(*place_of_output_layer, without_hooks):
             return forward(inputs_embeds=states[None], use_cache=False).logits.flatten(0, 1)
 
@@ -214,11 +214,15 @@ def head_of(model: torch.nn.Module) -> Callable:
 
 
 class StandIn(torch.nn.Module):
-    """A module that calls a function, for a while in the place of another module."""
+    """A module that calls a function, for a while in the place of another module, whose attributes it lends."""
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, other: torch.nn.Module | None = None):
         super().__init__()
         self.forward = function
+        self.__dict__["other"] = other  # Not a module within this one.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.other, name)
 
 
 def place_of(module: torch.nn.Module, model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
