@@ -38,6 +38,7 @@ FAMILIES = {
     "phimoe": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4},
     "qwen3_moe": EXPERTS,
+    "modernbert-decoder": {"sliding_window": 6, "bos_token_id": 1, "eos_token_id": 2},  # It fills modules from outside.
 }
 
 
@@ -305,7 +306,7 @@ def test_files_that_cannot_be_read_in_part(tmp_path, capsys):
 
 def test_layers_are_units():
     """What is drawn at a time: a layer, and each module outside of layers."""
-    names = [name for _, name, _, _ in units(bare(Model(), config_of("llama")))]
+    names = [name for _, name, *_ in units(bare(Model(), config_of("llama")))]
     assert names == ["model.embed_tokens", *(f"model.layers.{number}" for number in range(4)), "model.norm", "lm_head"]
 
 

@@ -188,7 +188,7 @@ def turn_on_this_machine(reason: str):
 
 def drawn(plain: PreTrainedModel, seed: int, names: set[str]) -> Iterable[dict[str, torch.Tensor]]:
     """The weights of a new model, as its own _init_weights() draws them."""
-    for owner, prefix, module, recurse in units(plain):
+    for owner, prefix, module, recurse, above in units(plain):
         inner = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=recurse)}
         inner = {name: whole for name, whole in inner.items() if whole not in plain.all_tied_weights_keys}
         if names.isdisjoint(inner.values()):
@@ -202,25 +202,29 @@ def drawn(plain: PreTrainedModel, seed: int, names: set[str]) -> Iterable[dict[s
         for name, part in reversed(parts):  # What a module changes in those within it comes after these.
             torch.manual_seed(zlib.crc32(f"{seed} {prefix} {name}".encode()))
             owner._init_weights(part)
+        for owner, name, outer in reversed(above):  # The modules beside this one have no numbers that could change.
+            torch.manual_seed(zlib.crc32(f"{seed} {prefix} within {name}".encode()))
+            owner._init_weights(outer)
         done = [name for name in inner if not module.get_parameter(name).sum().isnan()]  # A sum takes no memory.
         yield {inner[name]: module.get_parameter(name) for name in done}
         let_go(module, recurse)
 
 
-def units(plain: PreTrainedModel) -> Iterable[tuple[PreTrainedModel, str, torch.nn.Module, bool]]:
+def units(plain: PreTrainedModel) -> Iterable[tuple[PreTrainedModel, str, torch.nn.Module, bool, list[tuple]]]:
     """Layers as a whole, and the modules outside of layers by themselves: with the model that draws their weights,
-    their name, and whether the modules within belong to them."""
+    their name, whether the modules within belong to them, and the modules that they are in, from the outermost on."""
 
-    def walk(owner: PreTrainedModel, prefix: str, module: torch.nn.Module):
+    def walk(owner: PreTrainedModel, prefix: str, module: torch.nn.Module, above: list[tuple]):
         if isinstance(module, PreTrainedModel):
             owner = module
         if any(weight is not None for weight in module._parameters.values()):
-            yield owner, prefix, module, False
+            yield owner, prefix, module, False, above
+        above = [*above, (owner, prefix, module)]
         for name, child in module.named_children():
             whole = f"{prefix}.{name}".lstrip(".")
             if isinstance(module, torch.nn.ModuleList):
-                yield owner, whole, child, True
+                yield owner, whole, child, True, above
             else:
-                yield from walk(owner, whole, child)
+                yield from walk(owner, whole, child, above)
 
-    return walk(plain, "", plain)
+    return walk(plain, "", plain, [])
