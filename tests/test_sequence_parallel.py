@@ -348,6 +348,14 @@ def test_refused_launches(monkeypatch, way):
     assert str(refusal.value) == expected
 
 
+def test_copies_without_shards_are_refused(monkeypatch):
+    """As of hsdp.yaml on 2 processes. Accelerate would advise to lower the size of tensor parallelism."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    with pytest.raises(UserError, match="parallelism_config_dp_replicate_size 2: is the number of processes, and then"):
+        layout_of(config_of(), 2, is_sharded=True)
+    assert layout_of(config_of(), 2, is_sharded=False).dp_replicate == 2  # DDP does not read it.
+
+
 def test_context_parallelism_refuses_auto(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     config = config_of(limit="auto")

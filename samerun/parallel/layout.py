@@ -140,6 +140,9 @@ def layout_of(config: Config, processes: int, is_sharded: bool, rank: int = 0) -
     fits = f"of {processes} processes, {left} are left for it; leave it out"
     require(given in (1, left), f"launch: parallelism_config_{rest}_size is {given}, but {fits}")
     layout = Layout(rank, is_sharded, **sizes | {rest: left}, ep=config.model.expert_ranks)
+    has_shards = not is_sharded or processes == 1 or layout.dp_replicate < processes
+    advice = "then FSDP2 divides nothing; take accelerate_configs/multi_gpu.yaml, or more processes"
+    require(has_shards, f"{layout.setting('dp_replicate')}: is the number of processes, and {advice}")
     if layout.ep > 1:
         require(is_sharded, "model.expert_ranks: needs FSDP2; take accelerate_configs/fsdp2.yaml, or use 1")
         among = layout.size("dp_shard", "cp", "sp", "tp")
