@@ -66,10 +66,11 @@ def check_parts(model: PreTrainedModel, names: list[str], setting: str, done: li
     whole = sum(one.numel() for one in sizes.values() if not isinstance(one, DTensor))
     few = whole <= sum(one.numel() for one in sizes.values()) / 2
     require(few, f"{setting}: a {kind} has no plan in transformers that divides its layers; take FSDP2")
+    other = "FSDP2, alone or with model.expert_ranks" if model.ep_plan else "FSDP2"
     for name, parameter in model.named_parameters():
         # Of matrices that are two in one, a rank may have a piece of each. torch's checkpoints cannot save that.
         in_one_piece = all(type(one) in (Shard, Replicate) for one in getattr(parameter, "placements", ()))
-        require(in_one_piece, f"{setting}: a part of {name} of this {kind} cannot be saved; take FSDP2")
+        require(in_one_piece, f"{setting}: a part of {name} of this {kind} cannot be saved; take {other}")
 
 
 def with_few_lengths(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
