@@ -16,6 +16,7 @@ import train
 from samerun.config import Model
 from samerun.model.build import make_model
 from samerun.optim import hidden_matrices
+from samerun.parallel.state import trained_state
 
 Optim = train.Settings.model_fields["optim"].annotation  # A fork may have one with more settings.
 STEPS, RATE = 12, 0.005
@@ -162,6 +163,18 @@ def test_what_decays_is_a_matrix_by_what_it_does(name, optimizer):
     inside = {weight_name for weight_name in decaying if "embed" not in weight_name and "head" not in weight_name}
     hidden = {weight_name for weight_name in inside if model.get_parameter(weight_name).ndim == 2}
     assert of_muon == (hidden if optimizer == "muon" else set())
+
+
+def test_a_checkpoint_has_the_state_of_all_optimizers_before_their_first_update(tmp_path):
+    """As when Muon has skipped all steps so far, and AdamW has its state from a fused update that it skipped itself.
+    DDP keeps gradients between steps, as zeros."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m"))
+    muon, whole = train.build_optimizer(model, Optim(name="muon"))
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    whole.step()
+    kinds = {name.rpartition(".")[2] for name in trained_state(model, [muon, whole]) if name.startswith("optimizer.")}
+    assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 def test_what_a_model_marks_does_not_decay(tmp_path):

@@ -65,6 +65,8 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
     torch makes it, by a step with a learning rate of 0. torch counts that as an update, so the count is set back to 0.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
+    for optimizer in new:
+        optimizer.zero_grad()  # Beside gradients, torch makes no state, and those of DDP stay, as zeros.
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, optimizer_state = get_state_dict(wrapped, optimizers, options=options)
     for optimizer in new:
