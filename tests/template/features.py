@@ -112,7 +112,7 @@ def compile(house: House) -> None:
     for function in "loss_in_chunks", "chunk_size":
         house.drop_parameter(function, "is_compiled", False)
     house.drop_statements("compute_loss", "is_compiled")
-    house.reword(" With\n    model.compile, torch compiles this function on a GPU.", "")
+    house.reword(" With model.compile, torch compiles this function on a GPU.", "")
     house.reword(' and config.compile != "full"  # That compiles the whole loss.', "")
     house.drop_setting("model.compile", "none")
     house.reword('torch.compiler.set_stance("force_eager"),', "")
