@@ -31,9 +31,10 @@ from reference import shuffled, train_reference
 from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.data.batches import collate
 from samerun.errors import UserError
+from samerun.model.attention import DOCUMENTS
 from samerun.model.build import make_model
 from samerun.parallel.layout import check_combination, layout_of
-from samerun.parallel.pipeline import check_layers, divide_layers
+from samerun.parallel.pipeline import check_layers, divide_layers, keep_only
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -279,3 +280,15 @@ def test_refused_with_one_message(tmp_path):
     output = launch(tmp_path, tiny_config(tmp_path), *pipeline(2), processes=3, expect=None, warm=True).output
     [message] = re.findall("^error: .*", output, re.M)
     assert message == "error: model.pipeline_ranks 2: does not divide the 3 processes"
+
+
+def test_the_bias_of_a_tied_output_layer_is_the_last_ranks():
+    """Only the last rank has its gradient. The first one would keep an old copy, and export it."""
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    config = transformers.PhiConfig(**shape, **TOKENS, num_hidden_layers=2, tie_word_embeddings=True)
+    model = transformers.PhiForCausalLM(config)
+    model.config._attn_implementation = DOCUMENTS
+    first, _ = divide_layers(model, 2, LOSS_OF, "")
+    keep_only(model, [first])
+    assert model.lm_head.bias.is_meta and model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.is_meta

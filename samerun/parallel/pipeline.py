@@ -278,3 +278,6 @@ def keep_only(model: torch.nn.Module, chunks: list[ModelChunk]) -> None:
         others.append(model.get_output_embeddings())
     for module in others:
         module.to("meta").requires_grad_(False)
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is not None and not has_last:  # The first rank has a tied output layer for its weight only.
+        model.get_output_embeddings().bias = torch.nn.Parameter(bias.to("meta"), requires_grad=False)
