@@ -533,6 +533,32 @@ def test_an_adapter_beside_weights_in_bf16(tmp_path):
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize(
+    "kind, targets, more",
+    [
+        # The weights below the adapter are drawn anew, and in bf16 they are other numbers than in float32.
+        ("llama", ["q_proj", "embed_tokens"], {}),
+        # Checkpoints also hold its buffers, e_score_correction_bias.
+        ("minimax_m2", ["q_proj"], {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_an_adapter_of_a_new_model(tmp_path, kind, targets, more):
+    config = tiny_config(tmp_path)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    lora = {"r": 2, "target_modules": targets}
+    architecture = {"model_type": kind, **shape, **heads, **ids, **more}
+    config["model"] = {"architecture": architecture, "dtype": "bfloat16", "lora": lora}
+    done = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0)
+    run(tmp_path, config, "--run.max_steps", 1, "--export", "last", "--to", tmp_path / "out")
+    expected, found = (
+        load_file(path / "adapter_model.safetensors") for path in (done.folder / "model", tmp_path / "out")
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    run(tmp_path, config, "--run.max_steps", 1, "--export", "last", "--merge", "--to", tmp_path / "merged")
+
+
 def test_a_project_is_not_replaced(kept, tmp_path):
     """Though it has a config.json; nor is what the run has begun with."""
     config, done = kept

@@ -231,6 +231,8 @@ def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.
 def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torch.dtype) -> torch.nn.Module:
     """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    if not config.model.pretrained:  # Drawn in another type, they would be other numbers.
+        kept = config.model.dtype
     settings = config.model.model_copy(update={"dtype": kept})
     model = build_model(config.model_copy(update={"model": settings}), tokenizer)
     fill_weights(model, torch.device("cpu"))
@@ -238,7 +240,7 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
     # PiSSA and the like change those that are frozen. What was not read by itself has the type of model.dtype.
     is_same = frozen in (None, saved.frozen) or model.first_weights.was_whole
     require(is_same, f"model.pretrained is another model than the one that {saved.checkpoint} was trained above")
-    weights = dict(model.named_parameters())
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in saved.found:
         require(name in weights, f"{saved.checkpoint} is of another model: it has {name}")
         weights[name].data.copy_(saved.read(name))
@@ -255,6 +257,7 @@ def adapter_weights(model: torch.nn.Module, saved: SavedWeights, dtype: torch.dt
             weights[name] = saved.read(name_of[id(parameters[name])]).to(dtype)
         elif not parameters[name].is_meta:
             weights[name] = parameters[name].detach().to(dtype)
-    missing = saved.found.keys() - set(name_of.values())
+    buffers = dict(model.named_buffers()).keys()  # Checkpoints have those of the model below, too.
+    missing = saved.found.keys() - set(name_of.values()) - buffers
     require(not missing, f"{saved.checkpoint} is of another model: it has {min(missing, default='')}")
     return weights
