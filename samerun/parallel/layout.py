@@ -251,9 +251,9 @@ REFUSED = [
         lambda config, precision, plugin: plugin and getattr(plugin, "activation_checkpointing_offload", False),
     ),
     Refusal(
-        BY_HAND,
+        ("dp_shard", "cp", "sp", *BY_HAND),
         "fsdp_cpu_ram_efficient_loading",
-        "only Accelerate's own FSDP2 has it; set it to false",
+        "each rank reads only its part anyway; set it to false",
         lambda config, precision, plugin: plugin and plugin.cpu_ram_efficient_loading,
     ),
     Refusal(
