@@ -52,15 +52,16 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
 
 
 def check_is_loaded_again(found: transformers.PreTrainedConfig) -> None:
-    """Raises UserError if AutoModelForCausalLM takes a part of the config, and does not know that part by itself.
+    """Raises UserError if AutoModelForCausalLM makes a model of a part of the config, and does not know that part.
 
-    Of an Mllama, for one, it makes a model of the text. That one has the config of the text.
+    Of the config of an Mllama, for example, it makes a model of the text, and saves the config of the text with it.
     """
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
     part = getattr(kind, "config_class", None) or type(found)
     is_known = part is type(found) or part in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     name = found.model_type
-    require(is_known, f"model: AutoModelForCausalLM could not load a trained {name}, of which it takes the text alone")
+    refusal = f"model: AutoModelForCausalLM could not load a trained {name}, of which it takes the text alone"
+    require(is_known, f"{refusal}; take another model")
 
 
 def check_architecture(architecture: dict[str, Any], found: transformers.PreTrainedConfig) -> None:
@@ -166,7 +167,7 @@ def outlined_model(
                 train_in_float32(model)
     model.first_weights = weights
     if config.gradient_checkpointing:
-        advice = f"transformers has it not for a {found.model_type}; use false"
+        advice = f"transformers does not offer it for a {found.model_type}; use false"
         require(model.supports_gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
         model.gradient_checkpointing_enable()
     return model
