@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from samerun.errors import require
+from samerun.errors import UserError, require
 
 # Parameters of several dimensions that multiply no states: a number for each channel, expert or head.
 NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "time_mix_receptance", "time_mix_value"}
@@ -89,8 +89,8 @@ class Guard:
 
 
 def first_update(optimizer: torch.optim.Optimizer) -> None:
-    """Call an optimizer. Raises UserError if it keeps what no checkpoint would have, so that the run could be continued
-    by another one only, in silence."""
+    """Call an optimizer. Raises UserError if it keeps something that checkpoints do not: a continued run would go on
+    with a different optimizer, without a word."""
     name, before = f"build_optimizer: {type(optimizer).__name__}", numbers_of_groups(optimizer)
     optimizer.step()
     if not isinstance(optimizer, torch.optim.Optimizer):  # That of DeepSpeed calls one of torch.
@@ -101,9 +101,9 @@ def first_update(optimizer: torch.optim.Optimizer) -> None:
     require(not changed, f"{name} changes {', '.join(changed)} of its parameter groups, which {advice}")
     for weight, state in optimizer.state.items():
         for key, value in state.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            require(is_tensor, f"{name} keeps {key} as {value!r}; checkpoints keep tensors only, so make it one")
-            is_part = isinstance(weight, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
+            if not isinstance(value, torch.Tensor):
+                raise UserError(f"{name} keeps {key} as {value!r}; checkpoints keep tensors only, so make it one")
+            is_part = isinstance(weight, DTensor) and not isinstance(value, DTensor) and value.numel() > 1
             advice = "make it a DTensor, as torch.zeros_like(weight) is"
             require(not is_part, f"{name} keeps {key} of each rank, and checkpoints that of the first one; {advice}")
 

@@ -313,7 +313,7 @@ DEEPSEEK_V4 |= {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
 @pytest.mark.parametrize("every", [4, 128])
 def test_documents_that_see_each_other_only_in_long_rows_are_found(every):
     """A DeepSeek-V4 compresses tokens by 4 or by 128. Two documents of 4 tokens share none of what they see of that,
-    and the second one of a long row begins in the middle of it."""
+    and the second one of a long row begins in the middle of it, at token 205."""
     kind = "compressed_sparse_attention" if every == 4 else "heavily_compressed_attention"
     model = build("deepseek_v4", DEEPSEEK_V4 | {"layer_types": ["sliding_attention", kind]}, "eager")
     settle_attention(model, "none", LOSS_OF)

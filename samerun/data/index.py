@@ -369,7 +369,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def note_rows_without_target(data: Dataset, note: Callable[[str], None]) -> None:
-    """Note how many there are: a part of a prompt that is longer than a row, or a chat in which no assistant speaks."""
+    """Note how many there are, such as a part of a long prompt, or a chat in which no assistant speaks."""
     without = sum(int((targets == 0).sum()) for _, targets in all_sizes(data))
     if without and data.targets is not None:  # Otherwise these are texts of a single token.
         note(f"rows without a target token, from which nothing is learned: {without:,} of {len(data):,}.")

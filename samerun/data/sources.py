@@ -13,7 +13,7 @@ import tempfile
 import urllib.parse
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
     with warnings.catch_warnings():
         # Otherwise pandas would drop cells that have no column.
         warnings.filterwarnings("error", "Length of header", pd.errors.ParserWarning)
-        with text_files.exact_json():  # For that of the Hub.
+        with text_files.exact_json() if builder.name == "json" else nullcontext():  # For that of the Hub.
             builder.download_and_prepare(download_mode=mode)
     if not note.exists():
         with suppress(PermissionError):  # Another user has made them.

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from samerun.data.batches import Documents, RowPiece, RowRanks
-from samerun.errors import AgreedError
+from samerun.errors import UserError
 
 
 def piece_of(documents: Documents, begin: int, end: int) -> RowPiece:
@@ -64,7 +64,7 @@ def document_attention(
     if documents is None:  # Without masks by transformers, padding and windows would count for nothing, in silence.
         for_all, for_now = "model.set_attn_implementation('sdpa') after build_model", "`with attention(model, 'sdpa'):`"
         advice = f"give it what model_inputs() returns, or let it have transformers' masks: {for_all}, or {for_now}"
-        raise AgreedError(f"model: it is called without documents, and would attend to all that comes before; {advice}")
+        raise UserError(f"model: it is called without documents, and would attend to all that comes before; {advice}")
     if attention_mask is not None:
         raise ValueError("this model has a mask of its own")
     if documents.row_pieces:

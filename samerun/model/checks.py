@@ -1,6 +1,6 @@
 """Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,8 +129,8 @@ def probe_row(vocab_size: int, packed: bool, first: int = 0, lengths: tuple[int,
     return np.stack((ids, targets, positions))
 
 
-def tokens_seen(model: torch.nn.Module, row: np.ndarray, token: int) -> list[int]:
-    """The tokens of a row that the logits of one token depend on, by their gradient with respect to the embeddings.
+def tokens_seen(model: torch.nn.Module, row: np.ndarray, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """For each of `tokens`, those of the row that its logits depend on, by their gradient in the embeddings.
 
     It is exactly 0 where nothing flows. The logits themselves would not tell, because what an untrained model leaks may
     be less than rounding.
@@ -145,24 +145,27 @@ def tokens_seen(model: torch.nn.Module, row: np.ndarray, token: int) -> list[int
     tables.add(model.get_input_embeddings())  # What peft puts in its place may compute without it.
     batch = collate([row], model.device, joins_documents(model))
     with forward_hook(tables, keep):
-        logits = try_pass(model.eval(), batch).logits[0, token]
+        logits = try_pass(model.eval(), batch).logits[0]
     # The gradients of a plain sum may cancel out.
-    weights = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
-    seen = torch.zeros(row.shape[1], dtype=torch.bool, device=logits.device)
-    for gradient in torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True):
-        if gradient is not None:
-            finite = gradient.isfinite().all()
-            require(finite, f"model: the gradients of this {model.config.model_type} are not finite before any step")
-            seen |= (gradient.reshape(-1, row.shape[1], gradient.shape[-1]) != 0).any(2).any(0)
-    return seen.nonzero().flatten().tolist()
+    weights = torch.linspace(0.5, 1.5, logits.shape[1], device=logits.device)
+    for token in tokens:
+        seen = torch.zeros(row.shape[1], dtype=torch.bool, device=logits.device)
+        total = (logits[token] * weights).sum()
+        for gradient in torch.autograd.grad(total, embedded, allow_unused=True, retain_graph=True):
+            if gradient is not None:
+                finite = gradient.isfinite().all()
+                title = f"this {model.config.model_type}"
+                require(finite, f"model: the gradients of {title} are not finite before any step")
+                seen |= (gradient.reshape(-1, row.shape[1], gradient.shape[-1]) != 0).any(2).any(0)
+        yield seen.nonzero().flatten().tolist()
 
 
 def what_leaks(model: torch.nn.Module, packed: bool, lengths: tuple[int, int] = (4, 4)) -> str:
     """What a token sees and must not: "later tokens", "other documents", or nothing: ""."""
     row = probe_row(vocabulary_size(model), packed, lengths=lengths)
     begin, end = lengths[0], sum(lengths)
-    for token in (begin // 2, begin + lengths[1] // 4, end - 1):  # One of the first document, two of the second.
-        seen = tokens_seen(model, row, token)
+    tokens = begin // 2, begin + lengths[1] // 4, end - 1  # One of the first document, two of the second.
+    for token, seen in zip(tokens, tokens_seen(model, row, tokens)):
         if max(seen, default=0) > token:
             return "later tokens"
         if packed and token >= begin and min(seen, default=token) < begin:
@@ -185,7 +188,8 @@ def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable, se
         found = what_leaks(model, packed=True)
         if not found and not has_known_layers(getattr(model, "get_base_model", lambda: model)()):
             length = min(sequence_length, LONG)
-            found = what_leaks(model, True, (length * 2 // 5, length - length * 2 // 5))
+            first = min(2 * length // 5 | 1, length - 1)  # Odd, so that tokens that belong together cross the border.
+            found = what_leaks(model, True, (first, length - first))
     causal = found != "later tokens"
     require(causal, f"model: a token of this {name} sees later ones; take a causal model (is_decoder: true)")
     require(not found, f"data.packing: in a {name} the documents of a row see each other; use none")

@@ -214,7 +214,7 @@ def head_of(model: torch.nn.Module) -> Callable:
 
 
 class StandIn(torch.nn.Module):
-    """A module that calls a function, for a while in the place of another module, whose attributes it lends."""
+    """A module that calls a function, for a while in the place of another module, whose attributes it borrows."""
 
     def __init__(self, function: Callable, other: torch.nn.Module | None = None):
         super().__init__()

@@ -81,6 +81,11 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
     return model
 
 
+def is_of_transformers(model: torch.nn.Module) -> bool:
+    """Whether the class of the model is one of transformers, which draw all weights in _init_weights()."""
+    return type(model).__module__.startswith("transformers.")
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model that DDP or DeepSpeed has wrapped, or the model itself."""
     return getattr(model, "module", model)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from samerun.config import FROZEN, Model
 from samerun.errors import require, say
-from samerun.model.outline import bare, extend_embeddings, let_go, load_whole, state_of
+from samerun.model.outline import bare, extend_embeddings, is_of_transformers, let_go, load_whole, state_of
 from samerun.model.weight_files import Places, Weight, WeightFiles, region_of, sample_of
 
 # What peft and torch put into the names of weights.
@@ -124,7 +124,7 @@ class FirstWeights:
         plain = bare(self.config, self.found, fills_buffers=False)  # Of which only weights are taken.
         if self.config.pretrained:
             return WeightFiles(plain, self.config).read(places, self.vocab_size, self.seed)
-        if not type(plain).__module__.startswith("transformers."):
+        if not is_of_transformers(plain):
             return []  # The code of a fork may also draw weights elsewhere, such as in __init__().
         return map(whole_weights, drawn(plain, self.seed, set(places)))
 

@@ -89,6 +89,8 @@ class Parallelism:
         if self.layout.ep > 1:
             check_experts(model, self.layout.ep, self.layout.setting("ep"))
         if self.layout.is_sharded and self.plugin.activation_checkpointing:
+            advice = f"transformers does not offer it for a {model.config.model_type}; use false"
+            require(model.supports_gradient_checkpointing, f"launch: fsdp_activation_checkpointing: {advice}")
             model.gradient_checkpointing_enable()  # Accelerate does it in prepare(), which is not called here.
         self.try_out(model, forward_backward)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -274,7 +276,7 @@ class Parallelism:
     def sum_over_ranks(self, metrics: dict[str, torch.Tensor], of: str = "") -> dict[str, torch.Tensor]:
         """Add up the values of the ranks. All of them get the same sums, to the bit.
 
-        Raises UserError if not all sums `of` something, such as the steps, have the same names, on all ranks.
+        Raises UserError unless all sums `of` the same thing, such as the steps, have the same names on all ranks.
         """
         if of and of not in self.names_of_metrics:
             of_ranks = gather_object([list(metrics)])
@@ -289,7 +291,8 @@ class Parallelism:
         values = torch.stack([metrics[name] for name in names])
         dist.all_reduce(values)
         alike = self.layout.size("pp", "tp")  # Ranks that have the same values.
-        return {name: total / alike for name, total in zip(names, values.unbind())}
+        sums = dict(zip(names, values.unbind()))
+        return {name: sums[name] / alike for name in metrics}
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks."""

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, collate, in_one_row, lengthen
-from samerun.errors import as_user_error, require
+from samerun.errors import UserError, as_user_error, require
 from samerun.model.attention import DOCUMENTS
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import is_same_loss, probe_loss, probe_row
@@ -74,7 +74,12 @@ class PipelineSchedule:
         schedule = self.schedule(len(micro_batches), micro_batches[0].length, is_training)
         with self.accelerator.autocast():
             work = schedule.step if is_training else schedule.eval
-            work(number=numbers, target=numbers, return_outputs=False)
+            try:
+                work(number=numbers, target=numbers, return_outputs=False)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, UserError):  # Raised by a chunk, and wrapped by torch.
+                    raise error.__cause__ from None
+                raise
         return self.share(metrics, is_training)
 
     def average_from_now_on(self, model: torch.nn.Module, chunk: "ModelChunk") -> None:

@@ -66,7 +66,7 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     for optimizer in new:
-        optimizer.zero_grad()  # Beside gradients, torch makes no state, and those of DDP stay, as zeros.
+        optimizer.zero_grad()  # torch makes no state while there are gradients, and DDP keeps its own, as zeros.
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, optimizer_state = get_state_dict(wrapped, optimizers, options=options)
     for optimizer in new:

@@ -6,6 +6,7 @@ from torch.nn import Embedding, ModuleList
 
 from samerun.errors import require
 from samerun.model.build import starts_from_weights
+from samerun.model.outline import is_of_transformers
 from samerun.model.small import layers_to_try, narrow, with_layers
 from samerun.preflight.memory import PlannedLaunch, model_without_storage, numbers_in, own_part
 from samerun.run.export import export_dtype
@@ -22,9 +23,11 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
     """
     config, layout, lora = launch.config, launch.layout, launch.config.model.lora
     is_whole = (lora and starts_from_weights(lora)) or getattr(found, "quantization_config", None) is not None
-    require(not is_whole, "each rank builds the whole model of quantized weights, and of LoRA that starts from weights")
-    ranks = min(config.perf.ranks_per_host, launch.num_processes)
     model = model_without_storage(config.model, found, found.get_text_config().num_hidden_layers)
+    is_whole |= not config.model.pretrained and not is_of_transformers(model)
+    kinds = "quantized weights, of LoRA that starts from weights, and of new weights of a class of one's own"
+    require(not is_whole, f"each rank builds the whole model of {kinds}")
+    ranks = min(config.perf.ranks_per_host, launch.num_processes)
     largest = max(numbers_in(module) for module in modules_at_a_time(model))
     tried = 0  # By every rank, whole and divided.
     if layout.is_divided:

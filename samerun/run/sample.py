@@ -44,7 +44,7 @@ def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformer
         require(highest < vocab_size, f"eval.prompts: {text!r} has the token id {highest}, {advice}")
         too_long = f"the {length} tokens of {text!r} and {more} more are beyond the positions of the model"
         last = length + more - 2  # The last token is not read again.
-        fits = has_position(small, last) or not has_position(small, 0)  # Some attention cannot be tried without a GPU.
+        fits = has_position(small, last) or not has_position(small, 0)  # Some models cannot be tried this way.
         require(fits, f"eval.prompts: {too_long}; lower eval.max_new_tokens, or shorten the prompt")
     if small is not model:
         let_go(small)

@@ -327,6 +327,7 @@ def tensor_parallel(house: House) -> None:
 
 
 def expert_parallel(house: House) -> None:
+    house.replace("check_parts", "model.ep_plan", "False")
     drop_dimension(house, "ep")
     house.replace("Parallelism.divide", "experts", "[]")
     house.reword(
