@@ -68,6 +68,8 @@ def packing(house: House) -> None:
         house.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
     house.replace("Dataset.first_piece", "self.first is None", "True")
     house.drop_statements("settle_attention", "data.packing")
+    house.drop_parameter("settle_attention", "sequence_length", 0)
+    house.reword(", maybe only in a row of `sequence_length` tokens", "")
     house.replace("collate", "positions if has_several else None", "None")
     house.reword("model.compile regional without data.packing concat", "model.compile regional")
 
