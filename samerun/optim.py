@@ -53,7 +53,7 @@ class Guard:
         # The number of skipped updates since step 0, and how many of them were the last ones, in a row.
         self.skipped_steps = torch.tensor(skipped_steps, device=device)
         self.skipped_in_a_row = torch.tensor(skipped_in_a_row, device=device)
-        self.tried: set[int] = set()  # The optimizers, by their ids, that first_update() has called.
+        self.tried: set[torch.optim.Optimizer] = set()  # Those that first_update() has called.
 
     def skip(self) -> None:
         """Count a step without an update, which is no sign of trouble.
@@ -76,11 +76,11 @@ class Guard:
                 optimizer.found_inf = bad.float()
             elif bad:  # Waits for the device.
                 continue
-            if id(optimizer) in self.tried:
+            if optimizer in self.tried:
                 optimizer.step()
             else:
                 first_update(optimizer)
-                self.tried.add(id(optimizer))
+                self.tried.add(optimizer)
 
     def read(self) -> tuple[int, int]:
         """The two counters. Waits for the device."""
