@@ -41,7 +41,7 @@ def made(tmp_path):
         data = Data(files=str(rows), format="chat", tokenizer=name, special_tokens=MARKERS, **settings)
         tokenizer = load_tokenizer(data, Model())
         number = len(list(tmp_path.glob("tokens-*")))
-        found = tokenize(load_documents(data, data), data, tokenizer, tmp_path / f"tokens-{number}")
+        found = tokenize(load_documents(data), data, tokenizer, tmp_path / f"tokens-{number}")
         return [pieces_of(row, tokenizer) for row in found]
 
     return make
@@ -419,12 +419,12 @@ def test_columns_of_pairs_by_their_names(tmp_path, made):
     (tmp_path / "qa.jsonl").write_text(json.dumps({"q": "2+2", "a": "=4", "text": "no"}) + "\n")
     data = Data(files=str(tmp_path / "qa.jsonl"), column=["q", "a"], tokenizer=byte_tokenizer(tmp_path / "t", None))
     tokenizer = load_tokenizer(data, Model())
-    [row] = tokenize(load_documents(data, data), data, tokenizer, tmp_path / "tokens")
+    [row] = tokenize(load_documents(data), data, tokenizer, tmp_path / "tokens")
     assert pieces_of(row, tokenizer) == ["2+2", "=4<|im_end|>"]
     (tmp_path / "ids.jsonl").write_text(json.dumps({"q": [1], "a": [2]}) + "\n")
     tokens = Data(files=str(tmp_path / "ids.jsonl"), column=["q", "a"], format="tokens")
     with pytest.raises(UserError, match="data.column: tokens have one column"):
-        load_documents(tokens, tokens)
+        load_documents(tokens)
 
 
 SAYS = "{{ mood }}|{{ level + 1 }}|{% if thinks is defined and not thinks %}quick{% endif %}|{{ names | join(',') }}|"

@@ -113,15 +113,15 @@ def test_tokens_that_other_programs_mask(tmp_path, name, advice):
         row = {"input_ids": [5, 6, 7], name: mask}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         if all(mask):
-            assert load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+            assert load_documents(config)["input_ids"][:] == [[5, 6, 7]]
             for no_mask in "none", [0.5, 0.5, 0.5], [[1, 1, 1]], None:
                 (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: no_mask}) + "\n")
-                assert load_documents(config, config)["input_ids"][:] == [[5, 6, 7]]
+                assert load_documents(config)["input_ids"][:] == [[5, 6, 7]]
             (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: [False, True, True]}) + "\n")
             with pytest.raises(UserError, match=f"{name}' has 0 for"):
-                load_documents(config, config)
+                load_documents(config)
     with pytest.raises(UserError, match=f"{name}' has 0 for .*{advice}"):
-        load_documents(config, config)
+        load_documents(config)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def documents(folder, rows, format: str, saved: bool | str = False, **settings) 
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Data(**source, format=format, tokenizer=byte_tokenizer(folder / "tokenizer", None), **settings)
     tokenizer = load_tokenizer(config, Model())
-    return list(tokenize(load_documents(config, config), config, tokenizer, Path(tempfile.mkdtemp(dir=folder))))
+    return list(tokenize(load_documents(config), config, tokenizer, Path(tempfile.mkdtemp(dir=folder))))
 
 
 def test_a_prompt_is_not_learned(tmp_path):
@@ -212,7 +212,7 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
 def test_nulls_are_left_out(tmp_path, capsys, name, content):
     (tmp_path / name).write_text(content)
     config = Data(files=str(tmp_path / name), drop_nulls=True)
-    assert load_documents(config, config)["text"][:] == ["a"]
+    assert load_documents(config)["text"][:] == ["a"]
     assert "1 of 2 rows are null in 'text', and left out" in capsys.readouterr().out
 
 
@@ -229,7 +229,7 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
 def test_words_that_look_empty_and_marks_of_windows(tmp_path, name, content, texts):
     (tmp_path / name).write_text(content, newline="")
     config = Data(files=str(tmp_path / name))
-    assert load_documents(config, config)["text"][:] == texts
+    assert load_documents(config)["text"][:] == texts
 
 
 @pytest.mark.parametrize(
@@ -244,14 +244,14 @@ def test_cells_are_texts_as_they_are_written(tmp_path, words, cells):
     (tmp_path / "a.csv").write_text("\n".join(["n,text", *(f"{n},{text}" for n, text in enumerate(texts))]))
     (tmp_path / "b.csv").write_text("\n".join(["text,n", *(f"{text}," for text in cells)]))
     config = Data(files=[str(tmp_path / "a.csv"), str(tmp_path / "b.csv")])
-    assert load_documents(config, config)["text"][:] == texts + cells
+    assert load_documents(config)["text"][:] == texts + cells
 
 
 def test_a_part_of_a_table_without_texts(tmp_path, capsys):
     lines = ["a,1"] * 10_000 + [",2", '"",3', ","]
     (tmp_path / "a.csv").write_text("\n".join(["text,n", *lines]))
     config = Data(files=str(tmp_path / "a.csv"), drop_nulls=True)
-    assert load_documents(config, config)["text"][:] == ["a"] * 10_000
+    assert load_documents(config)["text"][:] == ["a"] * 10_000
     assert "3 of 10,003 rows are null in 'text'" in capsys.readouterr().out
 
 
@@ -260,7 +260,7 @@ def test_a_table_without_rows_beside_another_one(tmp_path):
     for name, rows in ("a", ""), ("b", "word\n"), ("c", ""):
         (tmp_path / f"{name}.csv").write_text(f"text\n{rows}")
     config = Data(files=str(tmp_path))
-    assert load_documents(config, config)["text"][:] == ["word"]
+    assert load_documents(config)["text"][:] == ["word"]
 
 
 DATES = ["2024-05-01", "2024-05-01T10:00:00Z", "2024-05-01 10:00"]
@@ -275,7 +275,7 @@ def test_dates_are_texts_as_they_are_written(tmp_path, before, after):
         if lines:
             (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     config = Data(files=str(tmp_path), drop_nulls=True)
-    assert load_documents(config, config)["text"][:] == [text for text in before + DATES + after if text]
+    assert load_documents(config)["text"][:] == [text for text in before + DATES + after if text]
 
 
 @pytest.mark.parametrize("other", [1.5, True, {"a": 1}, ["b"]], ids=str)
@@ -286,7 +286,7 @@ def test_what_is_no_text_is_not_learned(tmp_path, other):
     config = Data(files=str(tmp_path))
     told = re.escape(f"data.column: 'text' holds {json.dumps(other)} in row 1, counted from 0, not text")
     with pytest.raises(UserError, match=told):
-        load_documents(config, config)
+        load_documents(config)
 
 
 def test_files_of_many_columns_are_read_twice_at_most(tmp_path, monkeypatch):
@@ -322,7 +322,7 @@ def test_an_empty_list_is_of_any_type(tmp_path, first, last, kind):
 def test_how_rows_stand_in_a_json_file(tmp_path, text, found):
     (tmp_path / "a.json").write_text(text)
     config = Data(files=str(tmp_path), drop_nulls=True)
-    assert load_documents(config, config)["text"][:] == found
+    assert load_documents(config)["text"][:] == found
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz", "a.jsonl.bz2"])
@@ -333,10 +333,10 @@ def test_compressed_files_are_read_as_others_are(tmp_path, name):
     pack = {"gz": gzip.compress, "bz2": bz2.compress}.get(name.rsplit(".")[-1], bytes)
     (tmp_path / name).write_bytes(pack(content))
     config = Data(files=str(tmp_path / name))
-    assert load_documents(config, config)["text"][:] == ["é\r\n"]
+    assert load_documents(config)["text"][:] == ["é\r\n"]
     (tmp_path / name).write_bytes(pack("é".encode("latin-1")))
     with pytest.raises(UserError, match=f"cannot load .*{name}"):
-        load_documents(config, config)
+        load_documents(config)
 
 
 def test_columns_of_all_kinds_in_a_later_part(tmp_path):
@@ -364,7 +364,7 @@ def test_dates_in_messages_are_texts(tmp_path, suffix):
         (tmp_path / f"{name}.{suffix}").write_text(text)
     for files, expected in ("*", chats), ("b*", chats[1:]):
         config = Data(files=str(tmp_path / files), format="chat")
-        assert load_documents(config, config)["messages"][:] == expected
+        assert load_documents(config)["messages"][:] == expected
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ def test_no_documents(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None, None], pa.string())}), tmp_path / "a.parquet")
     config = Data(files=str(tmp_path / "a.parquet"), drop_nulls=True)
     with pytest.raises(UserError, match="there are no documents"):
-        load_documents(config, config)
+        load_documents(config)
 
 
 def test_a_vocabulary_with_gaps(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from samerun.config import Data, Source
+from samerun.config import Data
 from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
 from samerun.data.sources import load_source
@@ -61,9 +61,9 @@ MARKS = {
 }
 
 
-def load_documents(source: Source, config: Data, note: Callable[[str], None] = say) -> datasets.Dataset:
+def load_documents(config: Data, note: Callable[[str], None] = say) -> datasets.Dataset:
     """The columns that hold the documents, without the rows that are to be left out. `note` gets what to tell of it."""
-    documents = load_source(source)
+    documents = load_source(config)
     if config.format == "tokens":
         check_marks(documents)
     columns = choose_columns(documents.column_names, config)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from samerun.config import Data, Source
+from samerun.config import Data
 from samerun.data.documents import hold_out, kept_rows, load_documents, take
 from samerun.data.order import ORDER, running_sum
 from samerun.data.overlap import are_among, hash_documents
@@ -256,22 +256,16 @@ ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "over
 
 
 def load_rows(
-    source: Source,
-    config: Data,
-    tokenizer,
-    made_by: str,
-    seed: int,
-    held_out: bool = False,
-    others: list[Dataset] | None = None,
+    config: Data, tokenizer, made_by: str, seed: int, held_out: bool = False, others: list[Dataset] | None = None
 ) -> Dataset:
-    """The rows of a source, by their index on disk. Only where there is none yet, the data is opened to make it.
+    """The rows of a single source, by their index on disk. Only where there is none yet, the data is opened to make it.
 
     `made_by` tells the tokenizer from others. Another tokenizer, or other code, makes another index. Rows that are
     packed in another way have an index of their own, and the same tokens. `others` are those that must not have the
     same documents, or None if nothing is evaluated.
     """
-    flat = names_of_token_files(source, config)
-    identity = identity_of_token_files(flat) if flat else identity_of(source)
+    flat = names_of_token_files(config)
+    identity = identity_of_token_files(flat) if flat else identity_of(config)
     selection = [config.eval_fraction, seed, held_out, ORDER] if config.eval_fraction else []
     settings = [config.format, config.column, config.train_on, config.drop_nulls, config.parse_special_tokens]
     settings.append(config.token_dtype)
@@ -288,7 +282,7 @@ def load_rows(
         delete(folder)
         folder.mkdir(parents=True)
         try:
-            make_index(folder, source, flat, config, tokenizer, tokens, seed, held_out, others)
+            make_index(folder, tokens, config, tokenizer, seed, held_out, others)
         except OSError as error:
             if is_full(error):
                 raise OSError(error.errno, f"{os.strerror(error.errno)}: the cache of data sets, {cache}") from error
@@ -299,20 +293,18 @@ def load_rows(
 
 def make_index(
     folder: Path,
-    source: Source,
-    flat: list[str],
+    tokens: Path,
     config: Data,
     tokenizer,
-    tokens: Path,
     seed: int,
     held_out: bool,
     others: list[Dataset] | None,
 ) -> None:
-    """As load_rows(). `flat` are the token files of the source, if it has any; `tokens` is where tokens are kept."""
-    notes = []
+    """Write the index of load_rows() into the folder. `tokens` is where tokens are kept."""
+    flat, notes = names_of_token_files(config), []
     end = tokenizer.eos_token_id if tokenizer else None
     token_files = open_token_files(flat, config.token_dtype, end, notes.append) if flat else []
-    documents = as_dataset(token_files) if flat else load_documents(source, config, notes.append)
+    documents = as_dataset(token_files) if flat else load_documents(config, notes.append)
     if config.eval_fraction:
         kept, other = hold_out(documents, config.eval_fraction, seed)
         documents = other if held_out else kept

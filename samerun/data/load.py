@@ -19,15 +19,19 @@ def load_training_rows(
 ) -> Dataset:
     """The rows of all sources, or of the share of them that is held out."""
     if not config.sources:
-        return load_rows(config, config, tokenizer, made_by, seed, held_out, others)
+        return load_rows(config, tokenizer, made_by, seed, held_out, others)
     loaded = {}
     for name, source in config.sources.items():
-        own = {field: getattr(source, field) for field in Source.model_fields}
-        own |= {"format": source.format or config.format, "column": source.column or config.column}
         with prefix_errors(f"data.sources.{name}"):
-            part = config.model_copy(update=own)
-            loaded[name] = load_rows(source, part, tokenizer, made_by, seed, held_out, others)
+            own = {"format": source.format or config.format, "column": source.column or config.column}
+            part = of_source(config, source).model_copy(update=own)
+            loaded[name] = load_rows(part, tokenizer, made_by, seed, held_out, others)
     return Mixture(loaded, rows_per_block(config.sources), seed)
+
+
+def of_source(config: Data, source: Source) -> Data:
+    """The config with the data of this source."""
+    return config.model_copy(update={field: getattr(source, field) for field in Source.model_fields})
 
 
 def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
@@ -40,7 +44,8 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Da
     train = load_training_rows(config, tokenizer, made_by, seed, others=others)
     for name, source in config.eval_sources.items():
         with prefix_errors(eval_setting(name)):
-            held_out[name] = load_rows(source, config, tokenizer, made_by, seed, others=train.parts())
+            part = of_source(config, source)
+            held_out[name] = load_rows(part, tokenizer, made_by, seed, others=train.parts())
     for note in train.index["notes"]:
         say(f"Data: {note}")
     for name, data in held_out.items():

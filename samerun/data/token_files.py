@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from samerun.config import Data, Source
+from samerun.config import Data
 from samerun.data.order import running_sum
 from samerun.data.sources import list_files
 from samerun.errors import UserError, as_user_error, require
@@ -44,11 +44,11 @@ class TokenFile:
             yield batch, place
 
 
-def names_of_token_files(source: Source, config: Data) -> list[str]:
+def names_of_token_files(config: Data) -> list[str]:
     """The flat files of a source, without Megatron's .idx beside them. No names if the source is of another kind."""
     if config.format != "tokens":
         return []
-    files = list_files(source.files)
+    files = list_files(config.files)
     flat = [file for file in files if Path(file).suffix in SUFFIXES]
     others = [file for file in files if file not in flat and not is_index(file)]
     if flat and others:
@@ -142,7 +142,7 @@ def ends_of_documents(tokens: np.ndarray, end: int | None) -> np.ndarray:
     """Where documents begin, and where the last one ends."""
     found = [np.zeros(1, np.int64)]
     if end is not None:
-        for start in range(0, len(tokens), 2**24):  # In pieces, because the comparison takes memory.
+        for start in range(0, len(tokens), 2**24):  # Some at a time, because the comparison takes memory.
             found.append(np.flatnonzero(tokens[start : start + 2**24] == end) + start + 1)
     return np.unique(np.concatenate([*found, [len(tokens)]]))
 
