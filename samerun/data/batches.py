@@ -106,7 +106,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def documents_at(positions: np.ndarray, device: torch.device) -> Documents:
-    """The documents of joined rows. Each is a piece of Dataset, so that the positions of its tokens begin at 0."""
+    """The documents of joined rows. Each is a segment of Dataset, so that the positions of its tokens begin at 0."""
     ends = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
     lengths = tuple(end - begin for begin, end in itertools.pairwise(ends))
     are_rows = len(set(lengths)) == 1 and lengths[0] % 64 == 0

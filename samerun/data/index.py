@@ -39,8 +39,8 @@ class IndexWriter:
     It takes one batch of documents after another, so that it needs little memory. The tokens stay in the files of Arrow
     that the batches come from. An extent is tokens that lie together in one of them. The files of the index hold int64:
 
-        edges.bin    [pieces + 1]              the first token of each piece, and the end
-        first.bin    [rows + 1]                the first piece of each row; not there if each row is one piece
+        edges.bin    [segments + 1]            the first token of each segment, and the end
+        first.bin    [rows + 1]                the first segment of each row; not there if each row is one segment
         targets.bin  [rows + 1]                how many targets there are before each row; only there with labels
         hashes.bin   [documents]               hash_documents(); only there if the run has an evaluation
         extents.bin  [2 + columns, extents + 1]  of each extent the first token, the number of its file, and the bytes
@@ -53,10 +53,10 @@ class IndexWriter:
         self.length = length
         self.columns = columns  # input_ids and, if there are any, labels, or what their columns are called.
         self.tokens = 0  # So far, as the next three.
-        self.pieces = 0
+        self.segments = 0
         self.rows = 0
         self.targets = 0
-        self.tokens_seen = 0  # By all tokens together, if each sees its whole piece.
+        self.tokens_seen = 0  # By all tokens together, if each sees its whole segment.
         self.lowest_id = self.lowest_label = self.highest = 0
         self.unlike = 0  # Labels that are another token than the one at their place.
         self.checksum_of_ids = self.checksum_of_labels = 0
@@ -85,7 +85,7 @@ class IndexWriter:
         edges = np.sort(np.concatenate((offsets, cuts)), kind="stable")
         edges = edges[np.diff(edges, append=offsets[-1]) > 0]  # Empty documents are gone; the end begins the next one.
         self.append("edges", edges)
-        self.append("first", self.pieces + np.searchsorted(edges, cuts))
+        self.append("first", self.segments + np.searchsorted(edges, cuts))
         self.tokens_seen += int((np.diff(edges, append=offsets[-1]) ** 2).sum())
 
         tokens = [batch.column(name).flatten().to_numpy() for name in self.columns]
@@ -93,7 +93,7 @@ class IndexWriter:
         self.note_extents(whole, file, place, offsets, kept)
         self.note_targets(tokens, edges - self.tokens, cuts - self.tokens)
         self.tokens += len(tokens[0])
-        self.pieces += len(edges)
+        self.segments += len(edges)
         self.rows += len(cuts)
 
     def note_extents(
@@ -122,7 +122,7 @@ class IndexWriter:
         self.highest = max(self.highest, int(ids.max(initial=0)))
         self.checksum_of_ids = zlib.crc32(ids.astype(np.int32), self.checksum_of_ids)
         if not labels:
-            self.targets += len(ids) - len(edges)  # The first token of a piece is no target: nothing comes before it.
+            self.targets += len(ids) - len(edges)  # The first token of a segment is no target: nothing comes before it.
             return
         is_target = labels[0] != -100
         is_target[edges] = False
@@ -141,7 +141,7 @@ class IndexWriter:
         advice = "check roles or labels, and that documents have more than one token"
         require(self.targets, f"data or data.eval_source: there is no target token; {advice}")
         self.append("edges", np.array([self.tokens]))
-        self.append("first", np.array([self.pieces]))
+        self.append("first", np.array([self.segments]))
         self.append("targets", np.array([self.targets]))
         self.extents.append([self.tokens] + [0] * (len(self.extents[0]) - 1))
         self.append("extents", np.array(self.extents).T)

@@ -19,9 +19,9 @@ from samerun.errors import require
 class Dataset:
     """Rows of tokens, and the endless stream of shuffled epochs over them.
 
-    The tokens of all documents, one after the other, are a stream. Documents and rows cut it into pieces: piece p is
-    the tokens edges[p] to edges[p + 1] - 1, and row r the pieces first[r] to first[r + 1] - 1. These numbers, and the
-    tokens, lie in files that are mapped into memory. So a start is as quick with large data as with small.
+    The tokens of all documents, one after the other, are a stream. Documents and rows cut it into segments: segment s
+    is the tokens edges[s] to edges[s + 1] - 1, and row r the segments first[r] to first[r + 1] - 1. These numbers, and
+    the tokens, lie in files that are mapped into memory. So a start is as quick with large data as with small.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], seed: int):
@@ -35,7 +35,7 @@ class Dataset:
         self.order = Order(len(self), seed)
         self.tokens = index["tokens"]
         self.edges = mapped("edges.bin")
-        self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one piece.
+        self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one segment.
         self.targets = mapped("targets.bin") if "targets.bin" in index["sizes"] else None  # Before each row.
         self.hashes = mapped("hashes.bin") if "hashes.bin" in index["sizes"] else None  # Of each document.
         self.extents = mapped("extents.bin").reshape(2 + len(index["types"]), -1)
@@ -49,19 +49,19 @@ class Dataset:
         """The numbers of the rows at positions start to start + count - 1 of the shuffled stream."""
         return self.order.rows_at(start, count)
 
-    def first_piece(self, row: int | np.ndarray) -> int | np.ndarray:
+    def first_segment(self, row: int | np.ndarray) -> int | np.ndarray:
         return row if self.first is None else self.first[row]
 
     def read(self, row: int) -> np.ndarray:
-        """int64 [3, tokens]: input ids, targets (the token that follows, or -100) and positions in the piece."""
-        edges = self.edges[self.first_piece(row) : self.first_piece(row + 1) + 1].tolist()
+        """int64 [3, tokens]: input ids, targets (the token that follows, or -100) and positions in the segment."""
+        edges = self.edges[self.first_segment(row) : self.first_segment(row + 1) + 1].tolist()
         start, end = edges[0], edges[-1]
         tokens = np.empty((3, end - start), np.int64)
         ids, targets, positions = tokens
         ids[:] = self.read_column(0, start, end)
         targets[:-1] = self.read_column(1, start + 1, end) if self.targets is not None else ids[1:]
         for begin, end in itertools.pairwise(edges):
-            targets[end - 1 - start] = -100  # What follows the last token of a piece is of another document.
+            targets[end - 1 - start] = -100  # What follows the last token of a segment is of another document.
             positions[begin - start : end - start] = np.arange(end - begin)
         return tokens
 
@@ -80,8 +80,8 @@ class Dataset:
         return np.concatenate(parts) if parts else np.empty(0, kind)
 
     def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, target tokens) of each row. The first token of a piece is no target: nothing comes before it."""
-        first, end = self.first_piece(rows), self.first_piece(rows + 1)
+        """(tokens, target tokens) of each row. The first token of a segment is no target: nothing comes before it."""
+        first, end = self.first_segment(rows), self.first_segment(rows + 1)
         lengths = self.edges[end] - self.edges[first]
         if self.targets is None:
             return lengths, lengths - (end - first)
@@ -96,7 +96,7 @@ class Dataset:
         return [token]
 
     def attention_length(self) -> float:
-        """The length of the piece that a token is in, on average over all tokens."""
+        """The length of the segment that a token is in, on average over all tokens."""
         return self.index["tokens_seen"] / self.index["tokens"]
 
     def parts(self) -> list["Dataset"]:

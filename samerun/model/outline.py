@@ -92,7 +92,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unsplit_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that transformers says are to stay in one piece, which are the decoder layers of most models."""
+    """Those that transformers says are to stay whole, which are the decoder layers of most models."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
 
 

@@ -17,7 +17,7 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
 
     A rank that reads or draws weights has one module of the model at a time, and what it is made from. For a
     checkpoint, each copies what it trains, and what it writes takes twice its size in addition, as safetensors makes
-    one piece of it. In the export, that copy is still there; where ranks share the weights, two at most have a layer.
+    one block of it. In the export, that copy is still there; where ranks share the weights, two at most have a layer.
 
     Raises UserError where a rank builds the whole model.
     """

@@ -66,7 +66,7 @@ def packing(house: House) -> None:
         house.drop_parameter(function, "packing", "none")
     for function in "IndexWriter.__init__", "IndexWriter.add", "IndexWriter.finish", "Dataset.__init__":
         house.drop_statements(function, "packing" if function == "IndexWriter.__init__" else "first")
-    house.replace("Dataset.first_piece", "self.first is None", "True")
+    house.replace("Dataset.first_segment", "self.first is None", "True")
     house.drop_statements("settle_attention", "data.packing")
     house.drop_parameter("settle_attention", "sequence_length", 0)
     house.reword(", maybe only in a row of `sequence_length` tokens", "")
