@@ -107,7 +107,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_main_process() -> bool:
-    """Unlike the Accelerator's, this answer exists from the start."""
+    """Unlike the Accelerator's, which start_accelerator() makes sure is the same, this answer exists from the start."""
     return os.environ.get("RANK", "0") == "0"
 
 

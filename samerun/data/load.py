@@ -10,7 +10,7 @@ from samerun.config import Data, Source, eval_setting, evaluation_title, rows_pe
 from samerun.data.index import load_rows
 from samerun.data.rows import Dataset, Mixture
 from samerun.data.sources import cannot_use, data_cache, is_read_only
-from samerun.errors import as_user_error, prefix_errors, require, say
+from samerun.errors import as_user_error, is_main_process, prefix_errors, require, say
 from samerun.meeting import Meeting
 
 
@@ -83,7 +83,7 @@ def turn_to_load_data(meeting: Meeting):
     """One process per cache tokenizes. The others wait for the lock, outside any collective, and find the result."""
     with ExitStack() as turn:
         lock = data_lock()
-        if meeting.rank == 0:  # It goes first, because it alone can tell how far it is.
+        if is_main_process():  # It goes first, because it alone can tell how far it is.
             turn.enter_context(take_at_once(lock))
         meeting.wait_for_all()
         turn.enter_context(lock or nullcontext())

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, collate
-from samerun.errors import as_user_error, require
+from samerun.errors import as_user_error, is_main_process, require
 from samerun.model.checks import probe_row
 from samerun.model.loss import add_metrics, check_names, joins_documents, patched
 from samerun.model.small import small_model
@@ -196,7 +196,7 @@ class Parallelism:
         if layout.pp > 1:
             check_layers(small, chunks, self.loss_of, layout.setting("pp"))
             small.eval()
-        whole = [try_out_whole(small, self.loss_of) if self.accelerator.is_main_process else None]
+        whole = [try_out_whole(small, self.loss_of) if is_main_process() else None]
         broadcast_object_list(whole)
         with patched(self.accelerator, "native_amp", False):
             self.divide(small, is_exact=True)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.core_model_loading import revert_weight_conversion
 
 from samerun.config import Config
-from samerun.errors import as_user_error
+from samerun.errors import as_user_error, is_main_process
 from samerun.files import replace_file, replace_folder
 from samerun.run.checkpoint import Progress, load_checkpoint, note_in_checkpoint
 from samerun.run.folder import kept_best
@@ -48,7 +48,7 @@ def export_model(setup: Setup) -> None:
     folder, accelerator, parallel = setup.folder.path / "model", setup.accelerator, setup.parallel
     draft = folder.with_name(".model.tmp")
     is_adapter = setup.config.model.lora is not None
-    if accelerator.is_main_process:
+    if is_main_process():
         draft.mkdir(exist_ok=True)  # What a killed launch has left, RunFolder.begin() has deleted.
         if not is_adapter:
             write_configs(setup.model, draft, setup.export_dtype)
@@ -64,12 +64,12 @@ def export_model(setup: Setup) -> None:
         unwrap_layers(setup.model)
         wanted = set(gather_object(names_of_adapter(setup.model)))
         adapter = {name: read(name, {0}) for name in planned if name in wanted}
-        if accelerator.is_main_process:
+        if is_main_process():
             setup.model.save_pretrained(draft, state_dict=adapter)
     else:
         write_weights(setup.model, planned, read, draft, accelerator.process_index, accelerator.num_processes)
     accelerator.wait_for_everyone()  # Now all files are complete.
-    if accelerator.is_main_process:
+    if is_main_process():
         replace_folder(draft, folder)
 
 

@@ -33,7 +33,6 @@ class RunFolder:
         self.meeting = meeting
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self.is_writer = is_main_process()
         self.track: Callable = lambda metrics, step: None  # Until start_trackers(). It then gives them to the trackers.
         self.lock = FileLock(self.path / ".lock")
         self.logged_step: int | None = None  # None until begin().
@@ -42,11 +41,11 @@ class RunFolder:
         self.is_ours = False  # Whether what is in the folder is of this run, as far as that is known.
         # Those that this launch will make, the innermost first. A refused launch removes them.
         self.new_folders = []
-        if self.is_writer:
+        if is_main_process():
             self.new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
 
     def __enter__(self) -> "RunFolder":
-        if self.is_writer:
+        if is_main_process():
             with as_user_error(f"run.output_dir {self.path}: not writable, or in use by another run; choose another"):
                 try:
                     self.lock.acquire(timeout=0)
@@ -68,7 +67,7 @@ class RunFolder:
                 self.set_status("stopped", self.look_for_saved())
             self.meeting.stopped_by = str(error)
             say(f"Stopped by {error} before the first step; the same command continues.")
-        elif self.is_writer:
+        elif is_main_process():
             if error and self.logged_step is not None:
                 self.say_failed(one_line(original(error)) or kind.__name__)
             with suppress(OSError):  # A parent may hold another run by now.
@@ -95,7 +94,7 @@ class RunFolder:
 
     def take_over(self) -> None:
         """Raises UserError unless the folder is new or holds a run."""
-        if self.is_writer:
+        if is_main_process():
             is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
             require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
             for file in (self.path / "status.json", self.path / "config.yaml"):
@@ -118,7 +117,7 @@ class RunFolder:
             self.meeting.by_main((self.path / name).touch)
             self.meeting.together(lambda: self.check_sees(name))
         finally:
-            if self.is_writer:
+            if is_main_process():
                 (self.path / name).unlink(missing_ok=True)
 
     def check_sees(self, name: str) -> None:
@@ -194,7 +193,7 @@ class RunFolder:
         return metrics, "".join(kept)
 
     def set_status(self, status: str, step: int, **more: str) -> None:
-        if self.is_writer:
+        if is_main_process():
             self.look_for_saved()
             text = self.status_line(status, step, **more)
             replace_file(self.path / "status.json", text, lasting=status != "running")
@@ -230,7 +229,7 @@ class RunFolder:
         metrics = {name: None if is_not_finite(value) else value for name, value in metrics.items()}
         known = {name: value for name, value in metrics.items() if value is not None}
         try:
-            if self.is_writer:
+            if is_main_process():
                 with open(self.path / "metrics.jsonl", "a") as file:
                     file.write(json.dumps({"step": step, **metrics}) + "\n")
                 self.log_status(step)
