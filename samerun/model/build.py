@@ -17,7 +17,7 @@ from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
-from samerun.model.outline import extend_embeddings, load_whole, outline, unsplit_modules
+from samerun.model.outline import extend_embeddings, is_of_transformers, load_whole, outline, unsplit_modules
 from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
 from samerun.value_types import as_list
 
@@ -215,9 +215,8 @@ def has_known_layers(model: transformers.PreTrainedModel) -> bool:
     """
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     chooses = getattr(model.config, "index_topk", None) is not None  # Which tokens it attends to.
-    is_known = type(model).__module__.startswith("transformers.")
-    are_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
-    return is_known and are_causal and layers <= {"full_attention", "sliding_attention"} and not chooses
+    is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
+    return is_of_transformers(model) and is_causal and layers <= {"full_attention", "sliding_attention"} and not chooses
 
 
 def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[int] = ()) -> torch.nn.Module:

@@ -186,7 +186,8 @@ def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable, se
     name, found = model.config.model_type, what_leaks(model, packed=False)
     if not found and packing != "none":
         found = what_leaks(model, packed=True)
-        if not found and not has_known_layers(getattr(model, "get_base_model", lambda: model)()):
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # Without peft's adapters.
+        if not found and not has_known_layers(plain):
             length = min(sequence_length, LONG)
             first = min(2 * length // 5 | 1, length - 1)  # Odd, so that tokens that belong together cross the border.
             found = what_leaks(model, True, (first, length - first))
