@@ -72,13 +72,13 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     saved = SavedWeights(checkpoint, manifest["config"].get(FROZEN))
     draft = folder.with_name(f".{folder.name}.tmp")
     with as_user_error(f"--to: cannot write {folder}"):
-        new_folder(draft)
+        delete(draft)  # That of a killed process.
+        draft.mkdir(parents=True)
     try:
         write_model(config, saved, tokenizer, dtype, asked.merge, draft)
         replace_folder(draft, folder)
     finally:
-        if draft.exists():
-            delete(draft)
+        delete(draft)
     kind = "adapter" if is_adapter and not asked.merge else "model"
     say(f"Exported: {folder} ({checkpoint.name}, {kind}, {str(dtype).removeprefix('torch.')})")
 
@@ -150,13 +150,6 @@ def check_replaceable(folder: Path) -> None:
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     is_free = (has_config and any(folder.glob("*.safetensors"))) or not os.listdir(folder)
     require(is_free, f"--to: {folder} is there, and holds no model; name another folder")
-
-
-def new_folder(draft: Path) -> None:
-    """Make a folder, in place of one that a killed process has left."""
-    if os.path.lexists(draft):
-        delete(draft)
-    draft.mkdir(parents=True, exist_ok=True)
 
 
 class SavedWeights:
