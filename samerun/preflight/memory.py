@@ -125,6 +125,11 @@ class LiveMemory(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
+    def take_peak(self) -> int:
+        """The most bytes at a time since the last call."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
 
 def grouped_mm_without_storage(left: torch.Tensor, right: torch.Tensor, *more, **options) -> torch.Tensor:
     """What multiplies by experts. Without storage, torch knows it for bf16 only."""
@@ -196,16 +201,12 @@ def trace_pass(
     with fake:
         model.to_empty(device="cpu")
         live = LiveMemory([*model.parameters(), *model.buffers()])
-        peaks = {"layers": 0, "head": 0}
-        saved = []
+        saved, in_layers, in_head = [], [], []
 
         def enter_head(module: torch.nn.Module, args: tuple, outputs: transformers.utils.ModelOutput) -> None:
             saved.append(live.now)
-            leave("layers")
-            outputs[0].register_hook(lambda gradient: leave("head"))
-
-        def leave(phase: str) -> None:
-            peaks[phase], live.peak = max(peaks[phase], live.peak), live.now
+            in_layers.append(live.take_peak())
+            outputs[0].register_hook(lambda gradient: in_head.append(live.take_peak()))
 
         def keep_share(parameter: torch.nn.Parameter) -> None:
             parameter.grad = None
@@ -219,8 +220,8 @@ def trace_pass(
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
                 loss, _ = launch.loss_of(model, batch, chunked=chunked)
             loss.backward()
-        leave("layers")
-    return PassMemory(saved[0], peaks["layers"], peaks["head"])
+        in_layers.append(live.take_peak())
+    return PassMemory(saved[0], max(in_layers), max(in_head))
 
 
 TRACED: dict[tuple, PassMemory] = {}  # What traced() has found before.
