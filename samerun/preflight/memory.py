@@ -333,8 +333,8 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     model, found, layers = part.model, part.found, part.layers
     weights = sum(one.nbytes for one in model.parameters()) - 4 * part.absent
 
-    memory = {"weights": weights / layout.shards, "optimizer": 4 * part.moments / layout.shards}
-    memory["gradients"] = 4 * part.trained / layout.shards
+    memory = {"weights": weights / layout.shards, "gradients": 4 * part.trained / layout.shards}
+    memory["optimizer"] = 4 * part.moments / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)

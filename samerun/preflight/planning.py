@@ -97,7 +97,8 @@ def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
         for launch in launches:
             check_is_known(launch)
             with as_user_error("it is not known for this model"):
-                lines.append(memory_line(launch, memory_per_device(launch, found)))
+                memory = memory_per_device(launch, found)
+                lines.append(memory_line(launch, memory | {"all": sum(memory.values())}))
                 advice.append(what_fits(launch, found))
     except UserError as error:
         say(f"Memory: {error}")
@@ -118,10 +119,7 @@ def named(launch: PlannedLaunch) -> str:
 
 
 def memory_line(launch: PlannedLaunch, memory: dict[str, float]) -> dict[str, str]:
-    names = "weights", "gradients", "optimizer", "activations", "logits"
-    line = {"processes": f"{launch.num_processes:,}"}
-    line |= {name: f"{memory[name] / 2**30:,.3f}" for name in names}
-    return line | {"all": f"{sum(memory.values()) / 2**30:,.3f}"}
+    return {"processes": f"{launch.num_processes:,}"} | {name: f"{size / 2**30:,.3f}" for name, size in memory.items()}
 
 
 def say_host_memory(config: Config, launches: list[PlannedLaunch]) -> None:
@@ -133,11 +131,11 @@ def say_host_memory(config: Config, launches: list[PlannedLaunch]) -> None:
             check_is_known(launch)
             with as_user_error("it is not known for this model"):
                 memory = memory_per_host(launch, found)
-            count = f"{launch.num_processes:,}"
-            lines.append({"processes": count} | {name: f"{size / 2**30:,.3f}" for name, size in memory.items()})
+            lines.append(memory_line(launch, memory))
             what = max(memory, key=memory.get)
             if memory[what] > limit * 2**30:
-                too_large.append(f"{count} processes: {what} takes {memory[what] / 2**30:,.1f} GiB, beyond {limit:g}.")
+                takes = f"{launch.num_processes:,} processes: {what} takes {memory[what] / 2**30:,.1f} GiB"
+                too_large.append(f"{takes}, beyond {limit:g}.")
     except UserError as error:
         say(f"Memory of a host: {error}")
         return
