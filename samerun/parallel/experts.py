@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from samerun.errors import as_user_error, require
+from samerun.parallel.layout import Layout
 
 
 def check_experts(model: PreTrainedModel, ranks: int, setting: str) -> None:
@@ -48,13 +49,13 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tp_mesh: DeviceMesh
 
 
 def shard_experts(
-    model: PreTrainedModel, names: list[str], mesh: DeviceMesh, copies: int, averages_over: int, options: dict[str, Any]
+    model: PreTrainedModel, names: list[str], mesh: DeviceMesh, layout: Layout, options: dict[str, Any]
 ) -> None:
     """FSDP2 among the ranks that have the same experts: of each matrix, each of them has some rows.
 
-    `mesh` is the one of all ranks with the dimensions dp_replicate, of size `copies`, efsdp and ep.
+    `mesh` is the one of all ranks with the dimensions dp_replicate, efsdp and ep.
     """
-    among = mesh["dp_replicate", "efsdp"] if copies > 1 else mesh["efsdp"]
+    among = mesh["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else mesh["efsdp"]
     groups = mesh["efsdp"].size()
     # How much an expert counts for a token stays float32, as it is in the whole model.
     policy = replace(options["mp_policy"], cast_forward_inputs=False)
@@ -64,5 +65,5 @@ def shard_experts(
         with as_user_error(f"model.expert_ranks: {groups} groups of ranks cannot share the experts"):
             fully_shard(experts, mesh=among, **options)
         # An expert has met the tokens of all ranks, not only of these. So its gradient is to be divided by all of them.
-        experts.set_gradient_divide_factor(float(averages_over))
+        experts.set_gradient_divide_factor(float(layout.averages_over))
         experts.set_force_sum_reduction_for_comms(groups > 1)  # gloo cannot divide while it sums.

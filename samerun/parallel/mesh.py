@@ -160,7 +160,7 @@ class Parallelism:
         if layout.is_sharded:  # 4. FSDP2 of what is left.
             options = sharding_options(self.accelerator, is_exact)
             if experts:
-                shard_experts(model, experts, self.expert_mesh, layout.dp_replicate, self.layout.averages_over, options)
+                shard_experts(model, experts, self.expert_mesh, layout, options)
             among = self.mesh["dp_replicate", "data"] if layout.dp_replicate > 1 else self.mesh["data"]
             shard_layers(model, among, options)
             if self.config.batch.accumulation == "kept_weights":
