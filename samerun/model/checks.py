@@ -129,6 +129,11 @@ def probe_row(vocab_size: int, packed: bool, first: int = 0, lengths: tuple[int,
     return np.stack((ids, targets, positions))
 
 
+def probe_batch(model: torch.nn.Module, device: torch.device) -> MicroBatch:
+    """A row of two documents, as a micro-batch of this model."""
+    return collate([probe_row(vocabulary_size(model), packed=True)], device, joins_documents(model))
+
+
 def tokens_seen(model: torch.nn.Module, row: np.ndarray, tokens: Sequence[int]) -> Iterator[list[int]]:
     """For each of `tokens`, those of the row that its logits depend on, by their gradient in the embeddings.
 

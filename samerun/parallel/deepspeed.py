@@ -10,11 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, collate
+from samerun.data.batches import MicroBatch
 from samerun.errors import UserError, require
-from samerun.model.build import vocabulary_size
-from samerun.model.checks import probe_row
-from samerun.model.loss import add_metrics, joins_documents
+from samerun.model.checks import probe_batch
+from samerun.model.loss import add_metrics
 from samerun.model.weights import fill_weights
 from samerun.optim import is_fused
 from samerun.parallel.layout import Layout
@@ -78,8 +77,7 @@ class DeepSpeed(Parallelism):
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], forward_backward: Callable
     ) -> torch.nn.Module:
         device = self.accelerator.device
-        row = probe_row(vocabulary_size(model), packed=True)
-        self.batch = collate([row], device, joins_documents(model))
+        self.batch = probe_batch(model, device)
         self.mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
         self.settings |= {
             "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a number, and makes no use of it.

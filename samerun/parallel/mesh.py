@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, RowRanks, collate
+from samerun.data.batches import MicroBatch, RowRanks
 from samerun.errors import as_user_error, is_main_process, require
-from samerun.model.checks import probe_row
-from samerun.model.loss import add_metrics, check_names, joins_documents, patched
+from samerun.model.checks import probe_batch
+from samerun.model.loss import add_metrics, check_names, patched
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
@@ -210,8 +210,7 @@ class Parallelism:
 
     def try_out_divided(self, model: torch.nn.Module, forward_backward: Callable) -> dict[str, float]:
         """try_out_whole(), of the divided model."""
-        row = probe_row(model.get_input_embeddings().num_embeddings, packed=True)
-        batch = collate([row], self.accelerator.device, joins_documents(model))
+        batch = probe_batch(model, self.accelerator.device)
         copies = self.layout.data_parallel_size * self.layout.pp  # All ranks compute on one row, as often as it needs.
         metrics = forward_backward(self, model, [batch] * self.layout.pp, 1 / copies)
         found = {"loss": self.sum_over_ranks(metrics)["loss"].item() / copies}

@@ -7,10 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from samerun.data.batches import collate
-from samerun.model.build import vocabulary_size
-from samerun.model.checks import probe_row
-from samerun.model.loss import joins_documents
+from samerun.model.checks import probe_batch
 
 
 def try_out_whole(model: PreTrainedModel, loss_of: Callable) -> dict[str, float]:
@@ -18,8 +15,7 @@ def try_out_whole(model: PreTrainedModel, loss_of: Callable) -> dict[str, float]
 
     They are in the order of the backward pass: what is wrong comes before what that makes wrong.
     """
-    batch = collate([probe_row(vocabulary_size(model), packed=True)], model.device, joins_documents(model))
-    found, hooks = {}, []
+    batch, found, hooks = probe_batch(model, model.device), {}, []
 
     def note(name: str, parameter: torch.nn.Parameter) -> None:
         found[f"gradient of {name}"] = parameter.grad.norm().item()
