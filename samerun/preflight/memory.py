@@ -77,6 +77,11 @@ class PlannedLaunch:
         return self.layout.has_buckets or self.accumulates
 
     @property
+    def kept_share(self) -> float:
+        """The share of a new gradient that takes memory. None does if there was memory for it before."""
+        return 0.0 if self.has_old_gradients else 1 / self.layout.shards
+
+    @property
     def defers(self) -> bool:
         """Whether gradients that wait for further micro-steps are whole, and not shards."""
         return self.is_sharded and self.accumulates and self.config.batch.accumulation == "deferred"
@@ -179,17 +184,13 @@ class SendingNothing:
         return parts.clone()
 
 
-def trace_pass(
-    config: Config, model: torch.nn.Module, rows: int, launch: PlannedLaunch, growth: float, rank: int
-) -> PassMemory:
-    """Trace a pass of this many rows, or of what the rank has of them if ranks share rows.
-
-    Of each new gradient, the share `growth` stays in memory. It is 0 if there was memory for it before.
-    """
+def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, rank: int) -> PassMemory:
+    """Trace a pass of the largest micro-batch, or of what the rank has of it if ranks share rows."""
     in_bf16 = launch.precision == "bf16"
     chunked = wants_chunks(config.model, vocabulary_size(model))
     joined = joins_documents(model)
-    batch = collate([longest_row(config.data, joined)] * rows, torch.device("cpu"), joined)
+    rows = [longest_row(config.data, joined)] * launch.plan.micro_batch_size
+    batch = collate(rows, torch.device("cpu"), joined)
     if launch.layout.row_ranks > 1:
         batch = part_of_row(batch, launch.layout, rank, SendingNothing(launch.layout.row_ranks))
     if joined and in_bf16:  # On a GPU, bf16 goes with flash attention, which holds less than torch's other ones.
@@ -210,7 +211,7 @@ def trace_pass(
 
         def keep_share(parameter: torch.nn.Parameter) -> None:
             parameter.grad = None
-            live.add(parameter.numel() * 4 * growth)
+            live.add(parameter.numel() * 4 * launch.kept_share)
 
         model.get_decoder().register_forward_hook(enter_head)
         for parameter in model.parameters():
@@ -231,15 +232,13 @@ def traced(
     config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch, rank: int
 ) -> PassMemory:
     """A pass through so many layers. Those beyond the fourth are taken to hold as much as the third and fourth do."""
-    plan, few, many = launch.plan, min(layers, 2), min(layers, 4)
-    growth = 0.0 if launch.has_old_gradients else 1 / launch.layout.shards
-    rows = plan.micro_batch_size
+    few, many = min(layers, 2), min(layers, 4)
     key = (
         found.to_json_string(),
         config.model_dump_json(),
-        rows,
+        launch.plan.micro_batch_size,
         layers,
-        growth,
+        launch.kept_share,
         launch.precision,
         launch.is_sharded,
         rank,
@@ -248,7 +247,7 @@ def traced(
         passes = {}
         for number in {few, many}:
             model = model_without_storage(config.model, found, number)
-            passes[number] = trace_pass(config, model, rows, launch, growth, rank)
+            passes[number] = trace_pass(config, model, launch, rank)
         times = (layers - few) / (many - few) if many > few else 0
         TRACED[key] = passes[few].extended(passes[many], times)
     return TRACED[key]
