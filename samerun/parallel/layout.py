@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
 from samerun.config import Config
-from samerun.errors import require
+from samerun.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -277,4 +277,4 @@ def check_combination(layout: Layout, config: Config, precision: str, plugin: An
         used = [name for name in refusal.dimensions if layout.uses(name)]
         if used and refusal.is_asked(config, precision, plugin):
             what = f"cannot be combined with {refusal.setting}: {refusal.reason}"
-            require(False, f"{layout.setting(used[0])}: {what}")
+            raise UserError(f"{layout.setting(used[0])}: {what}")

@@ -73,16 +73,11 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
         for of_weight in optimizer.state.values():
             if "step" in of_weight:
                 of_weight["step"].zero_()
-    # Saved once, by the name of what they are tied to.
-    model = unwrapped(wrapped)
-    tied = {*model.all_tied_weights_keys, *names_of_shared(model)}
-    state = {}
+    model, state = unwrapped(wrapped), {}
+    tied = {*model.all_tied_weights_keys, *names_of_shared(model)}  # Saved once, by the name of what they are tied to.
     for name, value in optimizer_state.items():
         if name.startswith("state."):
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} of the optimizer is {value!r}: only tensors can be saved")
             state[f"optimizer.{name}"] = value
-    for name, value in weights.items():
-        if name not in tied:
-            state[f"model.{name}"] = value
-    return state
+    return state | {f"model.{name}": value for name, value in weights.items() if name not in tied}

@@ -160,15 +160,16 @@ def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
-    """The run may go on in another precision, which changes what it computes, but not in silence."""
-    changed = []
+    """The run may go on in another precision, which changes what it computes, but not in silence.
+
+    Older manifests do not say how they were launched.
+    """
     if not isinstance(before, dict):
         return
-    for name in ("precision", "launcher"):
-        if before.get(name, now[name]) != now[name]:  # Older manifests do not say it.
-            changed.append(f"{name} {before[name]} in the checkpoint, {now[name]} now")
+    changed = [name for name in ("precision", "launcher") if before.get(name, now[name]) != now[name]]
     if changed:
-        say(f"The launch is not as before: {'; '.join(changed)}.")
+        told = [f"{name} {before[name]} in the checkpoint, {now[name]} now" for name in changed]
+        say(f"The launch is not as before: {'; '.join(told)}.")
 
 
 def say_if_code_has_changed(before: dict[str, str], now: dict[str, str]) -> None:
