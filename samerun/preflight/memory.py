@@ -78,7 +78,7 @@ class PlannedLaunch:
 
     @property
     def kept_share(self) -> float:
-        """The share of a new gradient that takes memory. None does if there was memory for it before."""
+        """The share of a new gradient that takes more memory: none if there was memory for it before."""
         return 0.0 if self.has_old_gradients else 1 / self.layout.shards
 
     @property
