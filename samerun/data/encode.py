@@ -11,8 +11,6 @@ import tokenizers
 
 from samerun.errors import require
 
-CANNOT = "data.tokenizer: makes special tokens of text that only looks like them"
-
 
 class Encoder:
     """A tokenizer that reads special tokens only where a chat template, or the tokenizer itself, has written them.
@@ -110,7 +108,9 @@ class Encoder:
         read = [self.ids_of_text(text) for name in self.written for text in (name, f"a{name}a")]
         ids = set(self.tokenizer.convert_tokens_to_ids(list(self.written))) - {self.tokenizer.unk_token_id}
         found = any(not ids.isdisjoint(tokens) for tokens in read)
-        require(not found or self.tokenizer.is_fast, f"{CANNOT}; take a fast one, or data.parse_special_tokens: true")
+        problem = "data.tokenizer: makes special tokens of text that only looks like them"
+        advice = "take a fast one, or data.parse_special_tokens: true"
+        require(not found or self.tokenizer.is_fast, f"{problem}; {advice}")
         return found or (self.tokenizer.is_fast and any(token.normalized for token in special))
 
     def ids_of_text(self, text: str) -> list[int]:

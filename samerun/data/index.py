@@ -67,7 +67,7 @@ class IndexWriter:
         if name in self.files:
             self.files[name].write(np.ascontiguousarray(numbers, np.int64))  # numpy's tofile() hides a full disk.
 
-    def add(self, batch: pa.RecordBatch, file: int, place: range, kept: np.ndarray | None = None) -> None:
+    def add(self, batch: pa.RecordBatch, file: int, place: range, kept: np.ndarray | None) -> None:
         """Add a batch of documents from a file that is mapped to this place in memory.
 
         `kept` tells which of its documents, in rising order; None is all.
@@ -248,11 +248,8 @@ def write_index(
 
 
 # What they hold decides the tokens, or how they are cut into rows: other code makes new ones.
-ROOMS_OF_TOKENS = tuple(
-    f"samerun.data.{room}"
-    for room in ("order", "sources", "text_files", "token_files", "documents", "encode", "chat", "tokenize")
-)
-ROOMS_OF_ROWS = tuple(f"samerun.data.{room}" for room in ("order", "rows", "overlap", "index"))
+ROOMS_OF_TOKENS = "order", "sources", "text_files", "token_files", "documents", "encode", "chat", "tokenize"
+ROOMS_OF_ROWS = "order", "rows", "overlap", "index"
 
 
 def load_rows(
@@ -269,9 +266,9 @@ def load_rows(
     selection = [config.eval_fraction, seed, held_out, ORDER] if config.eval_fraction else []
     settings = [config.format, config.column, config.train_on, config.drop_nulls, config.parse_special_tokens]
     settings.append(config.token_dtype)
-    tokens_key = hashed_key(identity, settings, selection, made_by, source_of(*ROOMS_OF_TOKENS))
+    tokens_key = hashed_key(identity, settings, selection, made_by, source_of(ROOMS_OF_TOKENS))
     apart_from = None if others is None else [other.folder.name for other in others]
-    rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(*ROOMS_OF_ROWS)]
+    rows_key = [config.packing, config.sequence_length, ORDER, apart_from, source_of(ROOMS_OF_ROWS)]
     cache = data_cache()
     folder = cache / "train-index" / hashed_key(tokens_key, rows_key)
     tokens = cache / "train-tokens" / tokens_key
@@ -341,9 +338,9 @@ def compare_documents(
     return documents
 
 
-def source_of(*rooms: str) -> str:
-    """The code of modules by their names."""
-    return "".join(inspect.getsource(sys.modules[room]) for room in rooms)
+def source_of(rooms: tuple[str, ...]) -> str:
+    """The code of rooms of samerun/data/."""
+    return "".join(inspect.getsource(sys.modules[f"samerun.data.{room}"]) for room in rooms)
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

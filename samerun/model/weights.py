@@ -202,9 +202,9 @@ def drawn(plain: PreTrainedModel, seed: int, names: set[str]) -> Iterable[dict[s
         for name, part in reversed(parts):  # What a module changes in those within it comes after these.
             torch.manual_seed(zlib.crc32(f"{seed} {prefix} {name}".encode()))
             owner._init_weights(part)
-        for owner, name, outer in reversed(above):  # The modules beside this one have no numbers that could change.
+        for its_owner, name, outer in reversed(above):  # The modules beside this one have no numbers that could change.
             torch.manual_seed(zlib.crc32(f"{seed} {prefix} within {name}".encode()))
-            owner._init_weights(outer)
+            its_owner._init_weights(outer)
         done = [name for name in inner if not module.get_parameter(name).sum().isnan()]  # A sum takes no memory.
         yield {inner[name]: module.get_parameter(name) for name in done}
         let_go(module, recurse)
