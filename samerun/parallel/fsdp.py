@@ -1,6 +1,6 @@
 """FSDP2 and HSDP: each rank holds a shard of the weights, and gathers those of one layer at a time."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,13 +39,10 @@ def whole_embeddings(model: torch.nn.Module):
     both layers, so that they stay together. With the adapter in between, it does not see that they share the weight."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
-    if are_tied and layers[0].weight is not layers[1].weight:
-        with (
-            patched(model, "get_input_embeddings", lambda: None),
-            patched(model, "get_output_embeddings", lambda: None),
-        ):
-            yield
-    else:
+    with ExitStack() as hidden:
+        if are_tied and layers[0].weight is not layers[1].weight:
+            for name in "get_input_embeddings", "get_output_embeddings":
+                hidden.enter_context(patched(model, name, lambda: None))
         yield
 
 
