@@ -107,7 +107,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_main_process() -> bool:
-    """Unlike the Accelerator's, which start_accelerator() makes sure is the same, this answer exists from the start."""
+    """The same as the Accelerator's answer, see start_accelerator(), and known from the start."""
     return os.environ.get("RANK", "0") == "0"
 
 
