@@ -54,16 +54,13 @@ class PlannedLaunch:
             limit = max(rows for _, rows in config.batch_stages())
         self.stages = plan_stages(config, limit, num_processes, num_processes // self.layout.data_parallel_size)
 
-    def changed(self, settings: dict[str, Any]) -> "PlannedLaunch":
-        """The launch with other settings by their dotted paths, or with the launcher file of FSDP2."""
-        config, is_sharded = self.config, self.is_sharded
+    def changed(self, settings: dict[str, Any], is_sharded: bool) -> "PlannedLaunch":
+        """The launch with other settings by their dotted paths, and by the launcher file of FSDP2 if it is sharded."""
+        config = self.config
         for name, value in settings.items():
-            section, _, field = name.partition(".")
-            if section in Config.model_fields:
-                part = getattr(config, section).model_copy(update={field: value})
-                config = config.model_copy(update={section: part})
-            else:
-                is_sharded = True
+            section, field = name.split(".")
+            part = getattr(config, section).model_copy(update={field: value})
+            config = config.model_copy(update={section: part})
         return PlannedLaunch(config, self.num_processes, self.plan_stages, self.loss_of, is_sharded)
 
     @property

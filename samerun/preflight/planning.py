@@ -174,18 +174,16 @@ def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> st
     said = [f"{launch.num_processes:,} processes: {total:,.1f} GiB do not fit into {limit:g}."]
     if launch.config.batch.max_micro_batch_size == "auto":
         return f"{said[0]} That is with all rows of a rank at once; with auto, the launch finds out how many fit."
-    savings = SAVINGS
     has_all_weights = not launch.is_sharded and not launch.layout.is_divided
-    if has_all_weights and launch.num_processes > 1:
-        savings = [{sharding_file(launch): ""}, *SAVINGS]
-    for saving in savings:
+    shards = [{}] if has_all_weights and launch.num_processes > 1 else []  # By another file, with the same settings.
+    for saving in [*shards, *SAVINGS]:
         with suppress(UserError):  # From a launch that would be refused.
-            changed = launch.changed(saving)
+            changed = launch.changed(saving, launch.is_sharded or not saving)
             less = total_gib(changed, found)
             if less <= limit or less < 0.99 * total:
                 launch, total = changed, less
-                what = " ".join(f"--{name} {str(value).lower()}" if value else name for name, value in saving.items())
-                said.append(f"With {what}: {total:,.1f} GiB.")
+                what = " ".join(f"--{name} {str(value).lower()}" for name, value in saving.items())
+                said.append(f"With {what or sharding_file(launch)}: {total:,.1f} GiB.")
         if total <= limit:
             return " ".join([*said, "That fits."])
     advice = "Then take more devices, sequence or context parallelism for long rows, or a smaller model."
