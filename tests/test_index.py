@@ -318,7 +318,7 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     tokenizer = transformers.ByT5Tokenizer() if format == "text" else None
     before = read_all(load_data(config, tokenizer, 0)[0])
     kept = "train-tokens" if format == "text" else "train-documents"
-    patterns = {"the tokens": [f"{kept}/**/*.arrow"], "all": ["**/*.arrow", "**/*.bin"]}.get(what, [what])
+    patterns = {"the tokens": [f"{kept}/**/*.arrow"], "all": ["**/*.arrow", "**/*.bin", "**/*.json"]}.get(what, [what])
     damaged = [file for pattern in patterns for file in (tmp_path / "cache").glob(pattern)]
     assert damaged
     for file in damaged:

@@ -167,7 +167,14 @@ DOCUMENT_CACHE = "train-documents"
 
 def cache_of(files: list[str]) -> str:
     """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone."""
-    return str(data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files), inspect.getsource(text_files)))
+    folder = data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files), inspect.getsource(text_files))
+    for about in list(folder.rglob("dataset_info.json")):
+        try:
+            json.loads(about.read_bytes())
+        except ValueError:  # After a power loss. datasets would say that the files of the user are no JSON.
+            say(f"Data: {about} is not as it was written, and is made anew.")
+            about.unlink()
+    return str(folder)
 
 
 def stamps_of(files: list[str]) -> list[Any]:
@@ -194,7 +201,7 @@ def read(builder: datasets.DatasetBuilder, split: str) -> datasets.Dataset:
             builder.download_and_prepare(download_mode=mode)
     if not note.exists():
         with suppress(PermissionError):  # Another user has made them.
-            note_files(note, sorted(folder.glob("*.arrow")))
+            note_files(note, [*sorted(folder.glob("*.arrow")), *folder.glob("dataset_info.json")])
     require(builder.info.splits.total_num_examples, "it has no rows")
     return builder.as_dataset(split)
 
