@@ -11,6 +11,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+import datasets
 import pytest
 from helpers import run, tiny_config, write_config
 
@@ -237,6 +238,21 @@ def test_a_saved_folder_has_no_split(tmp_path):
     done = run(tmp_path, config, expect=2)
     assert re.search("save_to_disk .*split", done.output) and not (tmp_path / "run").exists()
     assert write_config(tmp_path, config).exists()
+
+
+@pytest.mark.parametrize("names", [("train", "validation"), ("train_sft", "train_gen"), ("books", "web")], ids=str)
+def test_the_splits_of_a_saved_folder(tmp_path, names):
+    """Are those it was saved with, whatever they are called. Never are several of them taken for one."""
+    saved = {name: datasets.Dataset.from_dict({"text": [f"one of {name}", f"two of {name}"]}) for name in names}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path)
+    for name in names:
+        source = Source(path=str(tmp_path), split=name)
+        assert load_source(source)["text"][:] == saved[name]["text"][:]
+        assert load_source(Source(path=str(tmp_path), split=f"{name}[1:]"))["text"][:] == saved[name]["text"][1:]
+    with pytest.raises(UserError, match=f"Unknown split .*{names[0]}.*{names[1]}"):
+        load_source(Source(path=str(tmp_path), split="test"))
+    with pytest.raises(UserError, match="leave out name"):
+        load_source(Source(path=str(tmp_path), name="test", split=names[0]))
 
 
 def test_conversations_about_the_library():

@@ -148,13 +148,25 @@ def load_source(source: Source) -> datasets.Dataset:
     with as_user_error(f"data: cannot load {source.path}", source.path):
         if saved_state(source):
             return datasets.load_from_disk(source.path).with_format(None)  # It may have been saved with another one.
-        builder = datasets.load_dataset_builder(source.path, source.name)
+        builder = builder_at(source.path, source.name)
         local = local_files(builder)
         if local:
             cache = cache_of(local)
-            builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
+            builder = builder_at(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
         return read(builder, source.split)
+
+
+def builder_at(path: str, name: str | None, **options: Any) -> datasets.DatasetBuilder:
+    """The builder of datasets for a data set on the Hub or in a folder. In a folder of several data sets that
+    save_to_disk has made, datasets would guess from the names which are which, and take all for train if it cannot."""
+    note = Path(path, "dataset_dict.json")
+    if not note.is_file():
+        return datasets.load_dataset_builder(path, name, **options)
+    require(name is None, "a folder of save_to_disk has no configurations; leave out name")
+    splits = json.loads(note.read_text())["splits"]
+    files = {split: os.path.join(path, split, "*.arrow") for split in splits}
+    return datasets.load_dataset_builder("arrow", data_files=files, **options)
 
 
 def local_files(builder: datasets.DatasetBuilder) -> list[str]:
@@ -237,9 +249,9 @@ def identity_of_path(path: str, name: str | None) -> list[Any]:
         return json.loads(note.read_text())  # datasets would want to write here even to know it.
     if is_read_only(cache):
         with tempfile.TemporaryDirectory() as empty:
-            builder = datasets.load_dataset_builder(path, name, cache_dir=empty)
+            builder = builder_at(path, name, cache_dir=empty)
             return [os.path.relpath(builder.cache_dir, empty), stamps_of(local_files(builder))]
-    builder = datasets.load_dataset_builder(path, name)
+    builder = builder_at(path, name)
     identity = [os.path.relpath(builder.cache_dir, cache), stamps_of(local_files(builder))]
     if not os.path.exists(path):
         note.parent.mkdir(parents=True, exist_ok=True)
