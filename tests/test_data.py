@@ -263,6 +263,15 @@ def test_a_table_without_rows_beside_another_one(tmp_path):
     assert load_documents(config)["text"][:] == ["word"]
 
 
+@pytest.mark.parametrize("setting", ["files", "path"])
+def test_a_parquet_file_without_rows_beside_another_one(tmp_path, setting):
+    """As programs leave that write one for each of their parts."""
+    for name, rows in ("a", []), ("b", ["word"] * 20_001), ("c", []):
+        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
+    config = Data(**{setting: str(tmp_path)})
+    assert load_documents(config)["text"][:] == ["word"] * 20_001
+
+
 DATES = ["2024-05-01", "2024-05-01T10:00:00Z", "2024-05-01 10:00"]
 
 

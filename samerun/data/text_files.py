@@ -44,6 +44,7 @@ class TableFiles(Csv):
 JSON = pa.json_()  # In a text.
 INTEGERS, BOOLEANS, EMPTY = (pa.list_(kind) for kind in (pa.int64(), pa.bool_(), pa.null()))
 ROWS_AT_ONCE = 1000  # Of a list.
+PARQUET_ROWS_AT_ONCE = 10_000
 
 
 class OtherTypes(datasets.exceptions.DatasetGenerationError):
@@ -259,6 +260,8 @@ READING = {
 
 def leaving_texts(found: datasets.DatasetBuilder, cache: str | None) -> datasets.DatasetBuilder:
     """The builder from above for the files that datasets has found, or what it has found if they are of other kinds."""
+    if found.name == "parquet":  # By default it reads as many rows at once as the first group has, which may be none.
+        found.config.batch_size = found.config.batch_size or PARQUET_ROWS_AT_ONCE
     if found.name not in READERS:
         return found
     options = options_of(found.config)
