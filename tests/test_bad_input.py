@@ -326,6 +326,7 @@ def files(*contents):
     return make
 
 
+MIXED = pa.table({"input_ids": pa.array([[3, 4]] * 9, pa.large_list(pa.int64())), "labels": [[3, 4]] * 9})
 FIXED = pa.table({"input_ids": pa.array([[1, 2]] * 9, pa.list_(pa.int32(), 2))})
 USER = {"role": "user", "content": "a"}
 ROWS = {"data.files": ["TMP/rows.jsonl"]}
@@ -615,6 +616,13 @@ case(
     "data.packing best_fit",
     "use concat or none",
     make=lambda tmp, data: pq.write_table(FIXED, tmp / "rows.parquet"),
+)
+case(
+    "tokens and labels in other kinds of lists",
+    TOKENS | {"data.files": "TMP/rows.parquet", "data.packing": "best_fit"},
+    "data.packing best_fit",
+    "not large_list and list; use concat or none",
+    make=lambda tmp, data: pq.write_table(MIXED, tmp / "rows.parquet"),
 )
 case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=jsonl(*[{"input_ids": [1]}] * 9))
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))

@@ -195,8 +195,9 @@ def pack_best_fit(documents: datasets.Dataset, length: int, folder: Path) -> dat
     """The documents packed by TRL: several in a row, whose lengths are in the column seq_lengths."""
     from trl import pack_dataset  # Not at the top of the file, because it takes two seconds.
 
-    fixed = "fixed_size_list" in str(documents.data.schema)
-    require(not fixed, "data.packing best_fit: TRL does not pack lists of a fixed size; use concat or none")
+    kinds = sorted({str(kind).partition("<")[0] for kind in documents.data.schema.types})
+    told = f"data.packing best_fit: TRL packs columns that are all list or all large_list, not {' and '.join(kinds)}"
+    require(kinds in (["list"], ["large_list"]), f"{told}; use concat or none")
     options = {"batch_size": 10_000, "cache_file_name": str(folder / "packed.arrow")}
     return pack_dataset(documents, length, "bfd_split", options)
 
