@@ -196,6 +196,26 @@ def test_the_files_of_a_folder_may_be_splits(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "read, left",
+    [
+        (["LICENSE.txt", "urls.txt"], ["data.jsonl"]),  # The most common kind.
+        (["train.txt", "test.txt"], ["books.txt", "sub/more.txt"]),  # Those whose names tell a split.
+        (["a.jsonl", "b.json", "c.jsonl.gz"], []),
+        (["a.jsonl", "README.md", "LICENSE", "dataset_infos.json"], []),
+    ],
+)
+def test_what_is_not_read_of_a_folder_is_told(tmp_path, read, left):
+    for name in read + left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        content = b"{}" if name == "dataset_infos.json" else b'{"text": "word"}\n'
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    notes = []
+    load_source(Source(path=str(tmp_path)), notes.append)
+    told = f"files of {tmp_path} that are not read: {', '.join(left)}; data.files can name them."
+    assert notes == ([told] if left else [])
+
+
+@pytest.mark.parametrize(
     "readme, name, content, found",
     [
         (None, "a.tsv", "text\tn\n007\t1\n", ["007"]),

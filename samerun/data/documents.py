@@ -63,7 +63,7 @@ MARKS = {
 
 def load_documents(config: Data, note: Callable[[str], None] = say) -> datasets.Dataset:
     """The columns that hold the documents, without the rows that are to be left out. `note` gets what to tell of it."""
-    documents = load_source(config)
+    documents = load_source(config, note)
     if config.format == "tokens":
         check_marks(documents)
     columns = choose_columns(documents.column_names, config)

@@ -142,7 +142,8 @@ def cannot_use(cache: Path) -> str:
     return f"the cache of data sets, {cache}, cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"
 
 
-def load_source(source: Source) -> datasets.Dataset:
+def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.Dataset:
+    """All rows of a source. `note` gets what to tell of it."""
     if source.files:
         return load_files(list_files(source.files))
     with as_user_error(f"data: cannot load {source.path}", source.path):
@@ -151,6 +152,8 @@ def load_source(source: Source) -> datasets.Dataset:
         builder = builder_at(source.path, source.name)
         local = local_files(builder)
         if local:
+            if builder.config.name.startswith("default"):  # Otherwise the folder has a README that names its files.
+                note_unread_files(source.path, local, note)
             cache = cache_of(local)
             builder = builder_at(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
@@ -175,6 +178,23 @@ def local_files(builder: datasets.DatasetBuilder) -> list[str]:
 
 
 DOCUMENT_CACHE = "train-documents"
+
+
+# What datasets itself writes into folders.
+OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+
+
+def note_unread_files(folder: str, read: list[str], note: Callable[[str], None]) -> None:
+    """Note the data files of a folder that datasets leaves out: it takes those of the most common kind and, if the
+    names of some tell a split, only these."""
+    known, left = set(map(real_path, read)), []
+    for file in matching_files(folder):
+        is_data = not {".txt", *BUILDERS}.isdisjoint(suffix.lower() for suffix in Path(file).suffixes)
+        if is_data and Path(file).name not in OF_DATASETS and real_path(file) not in known:
+            left.append(os.path.relpath(file, folder))
+    if left:
+        more = f" and {len(left) - 5:,} more" if len(left) > 5 else ""
+        note(f"files of {folder} that are not read: {', '.join(left[:5])}{more}; data.files can name them.")
 
 
 def cache_of(files: list[str]) -> str:
