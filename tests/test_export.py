@@ -1,6 +1,7 @@
 """The export: the files that save_pretrained() would write, whoever writes them, and --export, which needs no run."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -26,6 +27,7 @@ from helpers import (
 )
 from safetensors.torch import load_file
 
+import train
 from samerun.config import Config, Model, Run
 from samerun.run import export
 from samerun.run.export import export_dtype, without_storage, write_weights
@@ -359,6 +361,17 @@ def test_which_checkpoint(kept, tmp_path, which):
     assert difference(ours, checkpoint_weights(done, int(names[which][5:]))) == 0
     if which == "best":
         assert_same_model(tmp_path / "out", done.folder / "model")
+
+
+def test_evaluations_without_a_finite_loss_are_told(tmp_path, monkeypatch):
+    """They were made, and none of them is the best one."""
+    config = tiny_config(tmp_path)
+    monkeypatch.setattr(train, "evaluate_one", lambda *of_a_setup: {"loss": math.nan})
+    settings = "--run.keep_best", "true", "--run.max_steps", 1, "--optim.warmup_steps", 0
+    done = run(tmp_path, config, *settings)
+    assert done.logged("eval/loss") == [None]
+    output = exported(done, config, tmp_path, "best", *settings, expect=2).output
+    assert "knows of no best one; run.keep_best keeps it, from the first evaluation with a finite loss on" in output
 
 
 def test_without_a_name_the_model_is_beside_that_of_the_run(kept, tmp_path):
