@@ -94,9 +94,13 @@ class Stage:
 
 
 def check_length(config: Config, stages: list[Stage], max_steps: int) -> None:
-    """Raises UserError if the run ends before a warmup does."""
-    warmup_fits = config.optim.warmup_steps <= max_steps
-    require(warmup_fits, f"optim.warmup_steps exceeds the run's {max_steps} steps")
+    """Raises UserError if the run ends before a warmup does, or would not learn."""
+    optim = config.optim
+    require(optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds the run's {max_steps} steps")
+    ends_at_zero = optim.schedule != "constant" and optim.min_learning_rate_ratio == 0
+    learns = max_steps > 1 or optim.warmup_steps or not ends_at_zero
+    advice = "the only step would have a learning rate of 0; take more steps, or a ratio above 0"
+    require(learns, f"optim.min_learning_rate_ratio: {advice}")
     last = stages[-1].first_step
     reached = f"the global batch begins with step {last}, and the run has {max_steps}"
     require(last <= max_steps, f"batch.warmup: {reached}; give fewer steps, or [] for none")

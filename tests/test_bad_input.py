@@ -308,6 +308,11 @@ case(
     "exceeds",
     "steps",
 )
+case(
+    "a run that would not learn",
+    {"run.max_steps": None, "run.max_epochs": 1e-4, "optim.min_learning_rate_ratio": 0},
+    "optim.min_learning_rate_ratio: the only step would have a learning rate of 0; take more steps, or a ratio above 0",
+)
 case("architecture without a type", {"model.architecture": {"hidden_size": 16}}, "model.architecture", "model_type")
 
 # Data ----------------------------------------------------------------------------------------------------------------

@@ -294,6 +294,10 @@ LLAMA_ALONE = {"pretrained": None, "architecture": {"model_type": "llama", "voca
 FIVE = {"max_tokens": None, "max_steps": 5}
 REFUSED_BY_CONFIG = {
     "optim.warmup_steps exceeds the run's 5 steps": {"run": FIVE, "optim": {"warmup_steps": 6}},
+    "optim.min_learning_rate_ratio: the only step would have a learning rate of 0": {
+        "run": {"max_tokens": None, "max_steps": 1},
+        "optim": {"warmup_steps": 0, "min_learning_rate_ratio": 0},
+    },
     "batch.warmup: the global batch begins with step 6, and the run has 5": {
         "run": FIVE,
         "batch": {"warmup": [{"steps": 5, "rows": 2}]},
