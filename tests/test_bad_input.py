@@ -1146,8 +1146,15 @@ case(
     env={"PARALLELISM_CONFIG_SP_SIZE": ""},
 )
 for name, value in ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"):
-    words = "launch: WORLD_SIZE or LOCAL_RANK is set", "MASTER_ADDR"
-    case(f"{name} without a launcher", {}, *words, env={name: value})
+    words = "launch: WORLD_SIZE or LOCAL_RANK is set without MASTER_ADDR and RANK; unset them"
+    case(f"{name} without a launcher", {}, words, env={name: value})
+case(
+    "a rank that does not know which",
+    {},
+    "launch: WORLD_SIZE or LOCAL_RANK is set without RANK; unset them, or start by accelerate launch",
+    env={"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+)
+case("fp16", {}, "error: launch: mixed_precision fp16 is not supported", env={"ACCELERATE_MIXED_PRECISION": "fp16"})
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})
 
 

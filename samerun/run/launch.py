@@ -32,6 +32,7 @@ from samerun.errors import (
     is_lost_rank,
     is_main_process,
     one_line,
+    prefix_errors,
     require,
     say,
 )
@@ -152,6 +153,7 @@ def start_accelerator(config: Config) -> Accelerator:
                 sync_each_batch=config.batch.accumulation != "deferred",
             ),
         )
+    with prefix_errors("launch"):
         together = launched == accelerator.num_processes
         require(together, "they do not see each other; use a file of accelerate_configs/")
         named_alike = is_main_process() == accelerator.is_main_process
@@ -175,8 +177,10 @@ def check_environment() -> None:
         advice = "unset it, or start by accelerate launch"
         require(number_in(name) > 0 or not is_count, f"the environment variable {name} is 0; {advice}")
     has_parts = number_in("WORLD_SIZE") > 1 or "LOCAL_RANK" in os.environ
-    left_over = "launch: WORLD_SIZE or LOCAL_RANK is set without MASTER_ADDR; unset them, or start by accelerate launch"
-    require("MASTER_ADDR" in os.environ or not has_parts, left_over)
+    # Without its RANK, as scripts for SLURM may leave it, a process would wait for itself, and for no signal.
+    missing = " and ".join(name for name in ("MASTER_ADDR", "RANK") if name not in os.environ)
+    advice = "unset them, or start by accelerate launch"
+    require(not (has_parts and missing), f"launch: WORLD_SIZE or LOCAL_RANK is set without {missing}; {advice}")
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
