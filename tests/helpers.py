@@ -8,6 +8,7 @@ done.output, done.metrics, done.losses, done.weights, done.status
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -214,7 +215,12 @@ def by_strategy(folder: Path, config: dict, name: str, *overrides, options: tupl
     return launch(folder, config, *settings, *overrides, **how, script=script, warm=True, timeout=900)
 
 
-LOSS_OF = train.loss_function(train.Settings.model_construct())  # As the strategies and checks get it.
+@functools.cache
+def loss_of_run() -> Callable:
+    """As the strategies and checks get it. A fork's may load something, such as a teacher, which few tests need."""
+    return train.loss_function(train.Settings.model_construct())
+
+
 COUNT_FLOPS, COUNTED = build.flops_per_token, {}
 
 

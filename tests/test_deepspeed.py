@@ -17,11 +17,11 @@ import torch
 import transformers
 import yaml
 from helpers import (
-    LOSS_OF,
     ROOT,
     Done,
     check_continued,
     difference,
+    loss_of_run,
     resume_from,
     run,
     tiny_config,
@@ -281,7 +281,7 @@ def strategy(zero: dict, precision: str = "no", config: dict | None = None, **se
     )
     sections = {"model": Model(pretrained="any"), "optim": Optim(), "batch": Batch()}
     config = SimpleNamespace(**sections | (config or {}))
-    return DeepSpeed(config, accelerator, layout_of(config, 2, is_sharded=False), LOSS_OF)
+    return DeepSpeed(config, accelerator, layout_of(config, 2, is_sharded=False), loss_of_run())
 
 
 def test_accepted_launches():

@@ -1,10 +1,13 @@
 """The house: imports go down only, and a name means one thing in it."""
 
 import ast
+import runpy
 from collections import Counter
 from graphlib import TopologicalSorter
 
 from helpers import ROOT
+
+import train
 
 # The first part of a room's name that is here tells its floor.
 FLOORS = {
@@ -62,3 +65,9 @@ def test_a_name_is_in_one_room():
 
 def test_packages_export_nothing():
     assert not [parts for parts, tree in TREES.items() if parts[-1] == "__init__" and tree.body]
+
+
+def test_helpers_are_imported_without_a_loss(monkeypatch):
+    """That of a fork may load a teacher. If it fails, the tests that need it fail, and no others."""
+    monkeypatch.delattr(train, "loss_function")
+    runpy.run_path(str(ROOT / "tests" / "helpers.py"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import LOSS_OF, ROOT, Done, difference, launch, make_rows, run, tiny_config, write_rows
+from helpers import ROOT, Done, difference, launch, loss_of_run, make_rows, run, tiny_config, write_rows
 from reference import shuffled, summed_loss, train_reference
 from test_models import HostReads
 
@@ -276,7 +276,7 @@ def test_no_host_reads_between_log_lines(truth, tmp_path, monkeypatch, chunked):
     more = "--run.log_every", 100, "--run.save_every", 0, "--model.chunked_loss", str(chunked).lower()
     for steps in (5, 15):
         run(tmp_path, config, *more, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
-    _, logged = LOSS_OF.keywords["token_loss"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+    _, logged = loss_of_run().keywords["token_loss"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
     of_sources = sum(value.ndim for value in logged.values())  # Terms, one for each token.
     assert counts[0] == counts[1] >= len(logged) + 3 + of_sources * len(SIZES)
 

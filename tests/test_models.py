@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import LOSS_OF, VOCABULARY, run, tiny_config, tiny_model, write_rows
+from helpers import VOCABULARY, loss_of_run, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -144,7 +144,7 @@ def as_row(*documents: np.ndarray) -> np.ndarray:
 
 def losses(model: torch.nn.Module, rows: list[np.ndarray]) -> torch.Tensor:
     batch = collate(rows, torch.device("cpu"), joins_documents(model))
-    return LOSS_OF(model, batch)[0]
+    return loss_of_run()(model, batch)[0]
 
 
 @pytest.mark.parametrize("rows", [((5, 1, 6, 6), (7,)), ((64,), (64,))])
@@ -156,7 +156,7 @@ def test_documents_of_a_micro_batch_are_as_if_alone(case, rows):
     model, rng = build(name, shape, attention), np.random.default_rng(1)
     has_backward = attention != "flex_attention"  # Not on a CPU.
     if has_backward:
-        settle_attention(model, "concat", LOSS_OF)
+        settle_attention(model, "concat", loss_of_run())
     assert joins_documents(model) == (attention == "sdpa" and case != PADDED)
     rows = [[rng.integers(3, 97, length) for length in lengths] for lengths in rows]
 
@@ -249,9 +249,9 @@ def test_a_tower_for_images_is_no_layer_of_the_text():
 @pytest.mark.parametrize("size", [1, 4])
 def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
     model = build("llama", SHAPE | {"vocab_size": size}, "sdpa")
-    settle_attention(model, "concat", LOSS_OF)
-    check_loss(model, "concat", LOSS_OF)
-    check_chunks(model, LOSS_OF)
+    settle_attention(model, "concat", loss_of_run())
+    check_loss(model, "concat", loss_of_run())
+    check_chunks(model, loss_of_run())
 
 
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
@@ -316,12 +316,12 @@ def test_documents_that_see_each_other_only_in_long_rows_are_found(every):
     and the second one of a long row begins in the middle of it, at token 205."""
     kind = "compressed_sparse_attention" if every == 4 else "heavily_compressed_attention"
     model = build("deepseek_v4", DEEPSEEK_V4 | {"layer_types": ["sliding_attention", kind]}, "eager")
-    settle_attention(model, "none", LOSS_OF)
-    check_loss(model, "concat", LOSS_OF)
+    settle_attention(model, "none", loss_of_run())
+    check_loss(model, "concat", loss_of_run())
     with pytest.raises(UserError, match="data.packing: in a deepseek_v4 .* use none"):
-        settle_attention(model, "concat", LOSS_OF)
+        settle_attention(model, "concat", loss_of_run())
     if every == 128:
-        settle_attention(model, "concat", LOSS_OF, 100)
+        settle_attention(model, "concat", loss_of_run(), 100)
 
 
 @pytest.mark.parametrize("name", ["mllama", "emu3"])
@@ -360,7 +360,7 @@ def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
         found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
         model = make_model(Model(attention="eager", dtype=dtype), found, 0, seed)
         with contextlib.nullcontext() if name == "mistral" else pytest.raises(UserError, match="use none"):
-            check_loss(model, "concat", LOSS_OF)
+            check_loss(model, "concat", loss_of_run())
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -458,7 +458,7 @@ def pass_of(model: torch.nn.Module, chunked: bool, bf16: bool = False) -> tuple[
     model.zero_grad()
     batch = collate(rows, torch.device("cpu"), joined=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss, sums = LOSS_OF(model, batch, chunked=chunked)
+        loss, sums = loss_of_run()(model, batch, chunked=chunked)
     rounding = 1e-6 if samerun.model.loss.compiles_loss(model, batch) else 0  # Compiled, the two are added up apart.
     assert sums["loss"].item() == pytest.approx(loss.item(), rel=rounding, abs=0)
     loss = loss / 140
@@ -574,11 +574,11 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
         return outputs
 
     always, auto = Model(chunked_loss=True), Model()
-    assert all(allows_chunks(model, config, LOSS_OF) for config in (always, auto))
+    assert all(allows_chunks(model, config, loss_of_run()) for config in (always, auto))
     monkeypatch.setattr(model, "forward", with_more)
     with pytest.raises(UserError, match="model.chunked_loss: a llama .* use false"):
-        allows_chunks(model, always, LOSS_OF)
-    assert not allows_chunks(model, auto, LOSS_OF)
+        allows_chunks(model, always, loss_of_run())
+    assert not allows_chunks(model, auto, loss_of_run())
     assert model.forward is with_more and model.model is model.get_decoder()
 
 
@@ -673,7 +673,7 @@ def test_no_host_reads_between_log_lines(tmp_path, monkeypatch, packing, chunked
     for steps in (5, 9):
         run(tmp_path, config, "--run.max_steps", steps, "--run.output_dir", tmp_path / f"{steps}")
     # At the one log line at least each metric of the loss, the norm and the guard's counters; before the save these.
-    _, logged = LOSS_OF.keywords["token_loss"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+    _, logged = loss_of_run().keywords["token_loss"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
     assert counts[0] == counts[1] >= len(logged) + 3
 
 

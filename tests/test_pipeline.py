@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    LOSS_OF,
     ROOT,
     VOCABULARY,
     WHOLE_ROWS,
     Done,
     check_continued,
     launch,
+    loss_of_run,
     packed_config,
     resume_from,
     run,
@@ -211,12 +211,12 @@ def test_chunks_make_the_whole_model(kind, chunked):
     rng = np.random.default_rng(0)
     rows = [np.stack([ids, np.append(ids[1:], -100), np.arange(len(ids))]) for ids in rng.integers(3, 97, (3, 9))]
     batch = collate(rows, model.device, joined=True)
-    LOSS_OF(model, batch)[0].backward()
+    loss_of_run()(model, batch)[0].backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     states = None
-    for chunk in divide_layers(model, 3, functools.partial(LOSS_OF, chunked=chunked), "model.pipeline_ranks 3"):
+    for chunk in divide_layers(model, 3, functools.partial(loss_of_run(), chunked=chunked), "model.pipeline_ranks 3"):
         chunk.micro_batches, chunk.scale = [batch], 1.0
         states = chunk(states, torch.tensor([0]))
     states.sum().backward()
@@ -235,7 +235,7 @@ def test_chunks_make_the_whole_model(kind, chunked):
 )
 def test_refused_models(kind, more, message):
     with pytest.raises(UserError, match=message):
-        check_layers(small_model(kind, **more), 3, LOSS_OF, "model.pipeline_ranks 3")
+        check_layers(small_model(kind, **more), 3, loss_of_run(), "model.pipeline_ranks 3")
 
 
 def config_of(**sections) -> Config:
@@ -288,7 +288,7 @@ def test_the_bias_of_a_tied_output_layer_is_the_last_ranks():
     config = transformers.PhiConfig(**shape, **TOKENS, num_hidden_layers=2, tie_word_embeddings=True)
     model = transformers.PhiForCausalLM(config)
     model.config._attn_implementation = DOCUMENTS
-    first, _ = divide_layers(model, 2, LOSS_OF, "")
+    first, _ = divide_layers(model, 2, loss_of_run(), "")
     keep_only(model, [first])
     assert model.lm_head.bias.is_meta and model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.lm_head.weight.is_meta

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import LOSS_OF, difference, launch, packed_config, run, slow_but, tiny_config
+from helpers import difference, launch, loss_of_run, packed_config, run, slow_but, tiny_config
 from safetensors.torch import load_file, save_file
 from test_agreement import fork
 from test_mesh import DDP, EXPERTS, FSDP2, SCRIPT, SHAPE, family, layout
@@ -172,7 +172,7 @@ def test_the_vocabulary_of_the_run_decides_on_chunks():
         found.vocab_size = tokens
         config = Config.model_construct(model=Model(), data=Data.model_construct(packing="none"))
         model = outlined_model(config.model, found, 0, seed=0)
-        assert check_model(model, config, [], Meeting(1), LOSS_OF) == (False, chunked)
+        assert check_model(model, config, [], Meeting(1), loss_of_run()) == (False, chunked)
 
 
 def test_experts_that_are_left_can_be_shared():
