@@ -93,6 +93,14 @@ def test_a_model_of_a_fork_draws_its_own_weights():
     assert (one.lm_head.weight - other.lm_head.weight).abs().max() > 0.01
 
 
+def test_that_ranks_build_in_turn_is_said_once(tmp_path):
+    """Of the model of the run, and not of small ones that are tried before it."""
+    transformers.AutoConfig.register(OwnConfig.model_type, OwnConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(OwnConfig, OwnLlama, exist_ok=True)
+    config = tiny_config(tmp_path) | {"model": {"architecture": SHAPE | {"model_type": OwnConfig.model_type}}}
+    assert run(tmp_path, config, *STANDS_STILL).output.count("build the whole model in turn") == 1
+
+
 def test_no_two_modules_and_no_two_seeds_draw_the_same():
     found = config_of("llama")
     some, other = (dict(make_model(Model(), found, 0, seed).named_parameters()) for seed in (3, 4))

@@ -18,7 +18,7 @@ from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
 from samerun.model.outline import extend_embeddings, is_of_transformers, load_whole, outline, unsplit_modules
-from samerun.model.weights import FirstWeights, fill_weights, put_placeholders
+from samerun.model.weights import FirstWeights, put_placeholders
 from samerun.value_types import as_list
 
 # Fields of any transformers config that settings of the run decide.
@@ -176,9 +176,9 @@ def outlined_model(
 def make_model(
     config: Model, found: transformers.PreTrainedConfig, vocab_size: int, seed: int, new_tokens: Sequence[int] = ()
 ) -> torch.nn.Module:
-    """outlined_model(), with all its weights in the memory of the host."""
+    """outlined_model() of a small model, with all its weights in the memory of the host."""
     model = outlined_model(config, found, vocab_size, seed, new_tokens)
-    fill_weights(model, torch.device("cpu"))
+    model.first_weights.fill(model, torch.device("cpu"), is_small=True)
     return model
 
 

@@ -12,7 +12,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -88,8 +88,8 @@ class FirstWeights:
         self.samples: dict[str, int] = {}  # Of the weights that this rank has met, by whether they are trained.
 
     @torch.no_grad()
-    def fill(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Give the weights that this rank keeps their numbers, on its device."""
+    def fill(self, model: torch.nn.Module, device: torch.device, is_small: bool = False) -> None:
+        """Give the weights that this rank keeps their numbers, on its device. Small models need no turns."""
         if not self.names:
             return
         places = self.places_in(model)
@@ -97,7 +97,8 @@ class FirstWeights:
             left = self.keep(places, self.one_by_one(places), device)
             self.was_whole = bool(left)
             if left:
-                with turn_on_this_machine(f"{min(left)} is not drawn or read by itself"):
+                reason = f"{min(left)} is not drawn or read by itself"
+                with nullcontext() if is_small else turn_on_this_machine(reason):
                     torch.manual_seed(self.seed)
                     whole = load_whole(self.config, self.found)
                     extend_embeddings(whole, self.vocab_size)
