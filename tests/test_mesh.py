@@ -140,6 +140,20 @@ def test_too_few_layers_and_heads(tmp_path, sizes, message):
         parallel.prepare(model, [], None)
 
 
+@pytest.mark.parametrize("layout", [Layout(is_sharded=True, tp=2), Layout(is_sharded=True, pp=2)], ids=["tp", "pp"])
+def test_activation_checkpointing_that_transformers_does_not_offer(tmp_path, monkeypatch, layout):
+    """The launcher file asks for it."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    model.config._attn_implementation = DOCUMENTS
+    model.supports_gradient_checkpointing = False
+    plugin = SimpleNamespace(activation_checkpointing=True)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    parallel = Parallelism(Config(**tiny_config(tmp_path)), accelerator, layout, None)
+    monkeypatch.setattr(parallel, "make_groups", lambda: None)
+    with pytest.raises(UserError, match="launch: fsdp_activation_checkpointing: .* for a llama; use false"):
+        parallel.prepare(model, [], None)
+
+
 def start(folder: Path, config: dict, processes: int, how: dict, *settings, **more) -> Done:
     how = how | {"processes": processes, "script": SCRIPT, "warm": True, "timeout": 900} | more
     options = how.pop("options", ("--mixed_precision", "no"))

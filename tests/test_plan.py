@@ -778,6 +778,22 @@ def test_memory_of_a_host(monkeypatch, processes, ranks):
         assert memory_of_host(processes)["save"] == ranks * 3 * 12 * PARAMETERS / processes
 
 
+class OwnConfig(transformers.LlamaConfig):
+    model_type = "llama_of_a_plan"
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+def test_memory_of_a_host_for_a_class_of_ones_own():
+    """Its ranks build the whole model, unless they read it from files."""
+    transformers.AutoConfig.register(OwnConfig.model_type, OwnConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(OwnConfig, OwnLlama, exist_ok=True)
+    with pytest.raises(UserError, match="each rank builds the whole model of .* new weights of a class of one's own"):
+        memory_of_host(2, architecture=LLAMA | {"model_type": OwnConfig.model_type})
+
+
 @pytest.mark.slow
 def test_memory_of_a_host_for_405_billion_parameters(monkeypatch):
     """As README says. A layer has 2 whole matrices and 2 of a 16th in its attention, 3 in its MLP, and 2 norms."""
