@@ -3,10 +3,13 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from samerun.errors import UserError, require
+from samerun.errors import UserError, one_line, require
 
 # Parameters of several dimensions that multiply no states: a number for each channel, expert or head.
 NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "time_mix_receptance", "time_mix_value"}
+
+# What torch says of an operation that it does not have for DTensors.
+OF_SHARDS = "sharding strategy", "placement"
 
 
 def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -89,10 +92,16 @@ class Guard:
 
 
 def first_update(optimizer: torch.optim.Optimizer) -> None:
-    """Call an optimizer. Raises UserError if it keeps something that checkpoints do not: a continued run would go on
-    with a different optimizer, without a word."""
+    """Call an optimizer. Raises UserError if torch cannot divide what it does, or if it keeps something that no
+    checkpoint does: a continued run would go on with a different optimizer, without a word."""
     name, before = f"build_optimizer: {type(optimizer).__name__}", numbers_of_groups(optimizer)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not any(word in str(error) for word in OF_SHARDS):
+            raise
+        advice = "take one without fused=True, another one, or a launcher file that does not divide them"
+        raise UserError(f"{name} cannot update weights that ranks divide ({one_line(error)}); {advice}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):  # That of DeepSpeed calls one of torch.
         return
     now = numbers_of_groups(optimizer)

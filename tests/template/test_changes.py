@@ -296,17 +296,28 @@ def test_what_an_optimizer_keeps_is_in_checkpoints(task, tmp_path, monkeypatch, 
     assert refused is None or f"error: build_optimizer: {refused}" in done.output
 
 
-def test_the_state_of_a_part_is_refused():
-    """A checkpoint would have that of the first rank, for all of them."""
+@pytest.fixture
+def divided_weight():
+    """As FSDP2 divides it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
-        weight.grad = torch.ones_like(weight)
-        first_update(OfParts([weight], part_of=lambda whole: whole))
-        with pytest.raises(UserError, match="OfParts keeps momentum of each rank, and checkpoints that of the first"):
-            first_update(OfParts([weight]))
-    finally:
-        dist.destroy_process_group()
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    yield weight
+    dist.destroy_process_group()
+
+
+def test_the_state_of_a_part_is_refused(divided_weight):
+    """A checkpoint would have that of the first rank, for all of them."""
+    first_update(OfParts([divided_weight], part_of=lambda whole: whole))
+    with pytest.raises(UserError, match="OfParts keeps momentum of each rank, and checkpoints that of the first"):
+        first_update(OfParts([divided_weight]))
+
+
+@pytest.mark.parametrize("kind, options", [("SGD", {"fused": True}), ("Adagrad", {"fused": True}), ("Adafactor", {})])
+def test_optimizers_of_torch_that_are_not_for_divided_weights(divided_weight, kind, options):
+    optimizer = getattr(torch.optim, kind)([divided_weight], lr=0.1, **options)
+    with pytest.raises(UserError, match=f"build_optimizer: {kind} cannot update weights that ranks divide .*; take "):
+        first_update(optimizer)
 
 
 def test_an_optimizer_of_a_weight_that_no_model_has(task, tmp_path, monkeypatch):
