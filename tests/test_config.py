@@ -3,9 +3,12 @@
 test_bad_input.py runs single mistakes through main(); this file is about the rules, over all fields.
 """
 
+import io
 import itertools
 import json
+import os
 import re
+import sys
 from functools import reduce
 from pathlib import Path
 
@@ -483,6 +486,17 @@ def test_help_lists_every_field_with_type_default_and_doc(capsys, words):
         assert not missing, f"--{path}: {missing} not in {kind!r}"
         plain = not re.search(r"typing|Annotated|__main__|train\.|<|class|[()]", kind)
         assert plain and kind.count("[") == kind.count("]"), f"--{path}: {kind!r} is no plain type"
+
+
+def test_help_that_nobody_reads_to_its_end(monkeypatch, capsys):
+    """As `python -u train.py --help | head` does not."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, write_through=True))
+        assert train.main(["--help"]) == 0
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 REGENERATE = """python -c "import json, train; open('configs/schema.json', 'w').write(\
