@@ -518,7 +518,10 @@ def test_another_batch_that_is_allowed(tmp_path):
     shutil.copytree(before.folder, tmp_path / "copy")
     more = "--run.max_steps", 8, "--batch.global_batch_size", 5, "--run.allow_changes"
     told = "60 rows are done, and step 7 begins after 30 rows"
-    assert told in run(tmp_path, config, *more, "[batch.global_batch_size]").output
+    done = run(tmp_path, config, *more, "[batch.global_batch_size]")
+    assert told in done.output
+    assert done.logged("train/rows")[-3:] == [60, 65, 70]
+    assert done.logged("train/epoch")[-3:] == pytest.approx([60 / 23, 65 / 23, 70 / 23])  # Since step 0, as the rows.
     stage = "--batch.warmup", "[{steps: 6, rows: 10}]", "--run.output_dir", tmp_path / "copy"
     done = run(tmp_path, config, *more, "[batch.global_batch_size, batch.warmup]", *stage)
     assert done.status["step"] == 8 and "rows are done" not in done.output
