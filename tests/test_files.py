@@ -265,6 +265,7 @@ def test_the_splits_of_a_saved_folder(tmp_path, names):
     """Are those it was saved with, whatever they are called. Never are several of them taken for one."""
     saved = {name: datasets.Dataset.from_dict({"text": [f"one of {name}", f"two of {name}"]}) for name in names}
     datasets.DatasetDict(saved).save_to_disk(tmp_path)
+    datasets.load_from_disk(tmp_path).map(lambda row: {"text": row["text"].upper()})  # Leaves its result there.
     for name in names:
         source = Source(path=str(tmp_path), split=name)
         assert load_source(source)["text"][:] == saved[name]["text"][:]

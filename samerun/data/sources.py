@@ -154,7 +154,7 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
         if local:
             if builder.config.name.startswith("default"):  # Otherwise the folder has a README that names its files.
                 note_unread_files(source.path, local, note)
-            cache = cache_of(local)
+            cache = usable_cache(local)
             builder = builder_at(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
         return read(builder, source.split)
@@ -168,8 +168,14 @@ def builder_at(path: str, name: str | None, **options: Any) -> datasets.DatasetB
         return datasets.load_dataset_builder(path, name, **options)
     require(name is None, "a folder of save_to_disk has no configurations; leave out name")
     splits = json.loads(note.read_text())["splits"]
-    files = {split: os.path.join(path, split, "*.arrow") for split in splits}
+    files = {split: saved_files(os.path.join(path, split)) for split in splits}
     return datasets.load_dataset_builder("arrow", data_files=files, **options)
+
+
+def saved_files(folder: str) -> list[str]:
+    """The files of one data set of save_to_disk. There may be others beside them, which a later map() has left."""
+    state = json.loads(Path(folder, "state.json").read_text())
+    return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
 
 
 def local_files(builder: datasets.DatasetBuilder) -> list[str]:
@@ -178,7 +184,6 @@ def local_files(builder: datasets.DatasetBuilder) -> list[str]:
 
 
 DOCUMENT_CACHE = "train-documents"
-
 
 # What datasets itself writes into folders.
 OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -197,13 +202,16 @@ def note_unread_files(folder: str, read: list[str], note: Callable[[str], None])
         note(f"files of {folder} that are not read: {', '.join(left[:5])}{more}; data.files can name them.")
 
 
-def cache_of(files: list[str]) -> str:
-    """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone."""
+def usable_cache(files: list[str]) -> str:
+    """Where datasets keeps what it makes of local files. By itself, it would know them by name and time alone.
+
+    Notes of datasets that are damaged, as by a power loss, are deleted: it would say that the user's files are no JSON.
+    """
     folder = data_cache() / DOCUMENT_CACHE / hashed_key(stamps_of(files), inspect.getsource(text_files))
     for about in list(folder.rglob("dataset_info.json")):
         try:
             json.loads(about.read_bytes())
-        except ValueError:  # After a power loss. datasets would say that the files of the user are no JSON.
+        except ValueError:
             say(f"Data: {about} is not as it was written, and is made anew.")
             about.unlink()
     return str(folder)
@@ -257,7 +265,7 @@ def identity_of(source: Source) -> list[Any]:
     with as_user_error(f"data: cannot load {source.path}", source.path):
         state = saved_state(source)
         if state:
-            return [state, stamps_of([os.path.join(source.path, file["filename"]) for file in state["_data_files"]])]
+            return [state, stamps_of(saved_files(source.path))]
         return [*identity_of_path(source.path, source.name), source.split]
 
 
@@ -330,7 +338,7 @@ def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
     # datasets reads each name as a pattern. Escaped, a[1].txt is that file and nothing else.
     names = [file if "://" in file else glob.escape(file) for file in files]
     local = [file for file in files if "://" not in file]
-    cache = cache_of(local) if local else None
+    cache = usable_cache(local) if local else None
     kind, options = builder, {}
     if builder == "tsv":  # As datasets itself reads the .tsv of a folder.
         kind, options = "csv", {"sep": "\t"}
