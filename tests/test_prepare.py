@@ -104,6 +104,22 @@ def test_a_bad_document_has_its_own_number_in_any_part(tmp_path, cache, monkeypa
         load_data(config, load_tokenizer(config, Model()), 0)
 
 
+def test_a_process_that_is_killed_is_no_mistake_in_the_data(tmp_path, cache, monkeypatch):
+    """Linux kills one when memory is short."""
+
+    def killed(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    source = source_of(tmp_path, [{"text": text} for text in texts(50)])
+    monkeypatch.setattr("samerun.data.tokenize.PART", 500)
+    monkeypatch.setattr("samerun.data.tokenize.CORES", 2)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="was killed, .*; the same command continues"):
+        patch.setattr("samerun.data.tokenize.tokenize_text", killed)
+        load_data(Data(**source), transformers.ByT5Tokenizer(), 0)
+    data, _ = load_data(Data(**source), transformers.ByT5Tokenizer(), 0)
+    assert len(data) > 0
+
+
 def test_the_main_process_tokenizes_and_tells_of_it(tmp_path):
     """It goes first, whichever rank starts first."""
     config = {"run": {"max_steps": 1, "trackers": []}, "batch": {"global_batch_size": 2}}

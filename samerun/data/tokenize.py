@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,9 +54,22 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
     if missing:
         in_parts = f"; {len(missing)} of {count} parts are left to do" if len(missing) < count else ""
         say(f"Tokenizing {len(documents):,} documents{in_parts}.")
-        with as_user_error(f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"):
+        what = f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"
+        with killed_processes_explained(), as_user_error(what):
             tokenize_parts(documents, missing, config, Encoder(tokenizer, config.parse_special_tokens), files)
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+
+
+@contextmanager
+def killed_processes_explained() -> Iterator[None]:
+    """The data are not to blame if one of the processes that tokenize them is killed."""
+    try:
+        yield
+    except UserError as error:
+        if not isinstance(error.__cause__, BrokenProcessPool):
+            raise
+        why = "as the system does when memory is short; the same command continues with the parts that are left"
+        raise MemoryError(f"data: a process that tokenized was killed, {why}") from error
 
 
 def clear(part: Path) -> None:
