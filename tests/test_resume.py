@@ -963,6 +963,17 @@ def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
     assert min(losses) < losses[-1] and "/model (last step) loads" in done.output
 
 
+def test_a_best_checkpoint_that_stays_behind_is_told(tmp_path):
+    """The one of a fork is the best of its own evaluations, which may be worse."""
+    config = config_of_noise(tmp_path)
+    config["run"] |= {"max_steps": 12, "keep_best": True}
+    best, last = run(tmp_path, config).checkpoints[0], 12
+    assert best != f"step-{last:08d}"
+    words = ("--run.output_dir", tmp_path / "fork", "--run.max_steps", last + 2)
+    fork = run(tmp_path, config, *resume_from(Done(0, "", tmp_path / "run"), last), *words)
+    assert f"Best checkpoint passed over: {fork.folder}/checkpoints/{best} is not there\n" in fork.output
+
+
 def test_the_best_is_kept_and_exported(tmp_path):
     """The best step, here of an earlier launch, is kept beside the newest, and is what model/ holds."""
     config = config_of_noise(tmp_path)

@@ -248,7 +248,10 @@ class RunFolder:
 def kept_best(folder: RunFolder, progress: Progress) -> Path | None:
     """The checkpoint with the lowest evaluation loss, unless it is gone or damaged: the same answer on all ranks."""
     best = folder.checkpoints / progress.best_checkpoint
-    if not folder.meeting.by_main(lambda: bool(progress.best_checkpoint) and best.exists()):
+    if not progress.best_checkpoint:
+        return None
+    if not folder.meeting.by_main(best.exists):  # As after run.resume with one of another folder.
+        say(f"Best checkpoint passed over: {best} is not there")
         return None
     try:
         verify_checkpoint(best, folder.meeting)
