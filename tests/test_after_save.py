@@ -43,6 +43,20 @@ def test_a_failure_is_said_and_counted(tmp_path):
     assert [int(count) for _, count, _ in said] == list(range(1, len(said) + 1)) and said[-1][0] == "step-00000010"
 
 
+def test_what_an_earlier_launch_has_not_done_is_made_up_for(tmp_path):
+    """It failed, or its launch was killed. What is done is not done again."""
+    room, log = tmp_path / "room", tmp_path / "log"
+    config = config_of(tmp_path, f'test -d {room} && basename "$CHECKPOINT" >> {log}')
+    assert "run.after_save failed for step-00000010" in run(tmp_path, config).output
+    room.mkdir()
+    for _ in range(2):
+        assert "Finished already" in run(tmp_path, config).output
+        assert log.read_text() == "step-00000010\n"
+    (tmp_path / "run" / "after_save.json").unlink()
+    run(tmp_path, config, "--run.max_steps", 12)
+    assert log.read_text().splitlines()[1] == "step-00000010" and log.read_text().endswith("step-00000012\n")
+
+
 @pytest.fixture
 def slow(tmp_path) -> AfterSave:
     """A command that says when it begins and ends, and takes some time."""

@@ -1,11 +1,14 @@
 """What run.after_save does: a command for each complete checkpoint, such as one that copies it to object storage."""
 
+import json
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from samerun.errors import is_main_process, one_line, say
+from samerun.files import replace_file
 from samerun.meeting import OF_A_LAUNCH
 
 # What launchers set for their ranks, or how such names begin.
@@ -91,8 +94,26 @@ class AfterSave(Background):
         super().__init__(command is not None)
         self.command = command
 
+    def make_up_for(self, checkpoint: Path) -> None:
+        """Begin with the newest checkpoint of an earlier launch, unless that has done it: it may have been killed."""
+        try:
+            is_done = self.note_of(checkpoint).read_text() == self.told_of(checkpoint)
+        except OSError:
+            is_done = False
+        if not is_done and checkpoint.exists():
+            self.begin(checkpoint)
+
     def run(self, checkpoint: Path) -> None:
-        path = checkpoint.absolute()  # The folder of the run may have a link to that of its checkpoints.
-        status, last_line = run_apart(self.command, CHECKPOINT=str(path), RUN_FOLDER=str(path.parent.parent))
+        note = self.note_of(checkpoint)
+        status, last_line = run_apart(self.command, CHECKPOINT=str(checkpoint.absolute()), RUN_FOLDER=str(note.parent))
         if status:
             raise RuntimeError(f"exit status {status}: {last_line}")
+        with suppress(OSError):  # Then it is done once more.
+            replace_file(note, self.told_of(checkpoint))
+
+    def note_of(self, checkpoint: Path) -> Path:
+        """Where it is noted what was done last. The folder of the run may have a link to that of its checkpoints."""
+        return checkpoint.absolute().parent.parent / "after_save.json"
+
+    def told_of(self, checkpoint: Path) -> str:
+        return json.dumps({"command": self.command, "checkpoint": checkpoint.name}) + "\n"

@@ -207,6 +207,9 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
 def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
     advice = "Raise run.patience" if config.run.patience and step < max_steps else "Add steps"
     say(f"Finished already: {folder.path}, step {step:,}. {advice}, or choose a new run.output_dir.")
+    after_save = AfterSave(config.run.after_save)
+    after_save.make_up_for(folder.checkpoints / checkpoint_name(step))
+    after_save.finish()
 
 
 # Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
@@ -260,6 +263,7 @@ class Saver:
         self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
         if checkpoint and checkpoint[0].parent == self.folder:
             self.saved_step = checkpoint[1]["step"]
+            self.after_save.make_up_for(checkpoint[0])
 
     def save(self, progress: Progress) -> None:
         """Returns as soon as the state is copied to the memory of the host.

@@ -170,6 +170,7 @@ def after_save(house: House) -> None:
     hub(house)  # Its pushes are made in the same way.
     house.drop_statements("train", "wait_for_background")
     house.drop_statements("Saver", "after_save")
+    house.drop_statements("say_finished", "after_save")
     house.drop_definition("AfterSave")
     house.drop_definition("Background")
 
