@@ -31,7 +31,7 @@ from samerun.run.checkpoint import (
     verify_checkpoint,
 )
 from samerun.run.folder import RunFolder, kept_best
-from samerun.run.hub import PushCheckpoints
+from samerun.run.hub import PushCheckpoints, push_export
 from samerun.run.launch import describe_launch, new_host_group
 from samerun.run.replicas import check_copies
 from samerun.run.setup import Setup
@@ -204,12 +204,15 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
     return folder.meeting.by_main(lambda: is_same) and folder.is_finished(checkpoint[1]["step"])
 
 
-def say_finished(folder: RunFolder, config: Config, step: int, max_steps: int) -> None:
+def end_finished(folder: RunFolder, config: Config, progress: Progress, max_steps: int) -> None:
+    """Say that all steps are done, and make up for what an earlier launch has not copied or pushed."""
+    step = progress.step
     advice = "Raise run.patience" if config.run.patience and step < max_steps else "Add steps"
     say(f"Finished already: {folder.path}, step {step:,}. {advice}, or choose a new run.output_dir.")
     after_save = AfterSave(config.run.after_save)
     after_save.make_up_for(folder.checkpoints / checkpoint_name(step))
     after_save.finish()
+    push_export(config, progress)
 
 
 # Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.

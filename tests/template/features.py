@@ -170,7 +170,8 @@ def after_save(house: House) -> None:
     hub(house)  # Its pushes are made in the same way.
     house.drop_statements("train", "wait_for_background")
     house.drop_statements("Saver", "after_save")
-    house.drop_statements("say_finished", "after_save")
+    house.drop_statements("end_finished", "after_save")
+    house.reword(", and make up for what an earlier launch has not copied or pushed", "")
     house.drop_definition("AfterSave")
     house.drop_definition("Background")
 
@@ -178,6 +179,7 @@ def after_save(house: House) -> None:
 def hub(house: House) -> None:
     house.drop_setting("run.hub", None)
     house.drop_statements("train", "push_export")
+    house.drop_statements("end_finished", "push_export")
     house.drop_statements("Saver", "pushes")
     house.drop_definition("PushCheckpoints")
     house.reword(', *self.path.glob(".hub-*.tmp")', "")
