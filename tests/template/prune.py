@@ -249,7 +249,8 @@ class Tests:
 
     @staticmethod
     def is_new(node: ast.AST, statement: ast.stmt) -> bool:
-        return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and isinstance(statement, ast.Assign)
+        binds = isinstance(statement, ast.Assign | ast.With)  # Such as `with raises(...) as refusal`.
+        return binds and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
     def idle_entries(self, statement: ast.stmt, is_test: bool) -> list[tuple[ast.expr, ast.expr]]:
         """The entries of dicts that switch a feature off, or in what tests share do not change what is learned."""

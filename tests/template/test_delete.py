@@ -83,6 +83,15 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_tests_that_are_left_use_no_name_that_is_gone(tmp_path, case):
+    forks.copy(tmp_path / "fork")
+    take_out(tmp_path / "fork", CASES[case])
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F"]
+    subprocess.run([*command, tmp_path / "fork" / "tests"], check=True)
+
+
+@pytest.mark.slow
 def test_a_fork_without_everything_passes_its_suite(tmp_path):
     """The tests that are left, of what is left."""
     forks.copy(tmp_path / "fork")
