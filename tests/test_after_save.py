@@ -57,6 +57,23 @@ def test_what_an_earlier_launch_has_not_done_is_made_up_for(tmp_path):
     assert log.read_text().splitlines()[1] == "step-00000010" and log.read_text().endswith("step-00000012\n")
 
 
+def checkpoint_of(folder: Path, name: str, manifest: str = "{}") -> Path:
+    """One with a manifest, and no weights."""
+    checkpoint = folder / "run" / "checkpoints" / name
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text(manifest)
+    return checkpoint
+
+
+def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
+    """Such as its evaluation. What an earlier launch has copied before that does not count."""
+    one = AfterSave(f'cat "$CHECKPOINT/manifest.json" >> {tmp_path / "log"}')
+    for manifest in "{}", "{}", '{"evaluated_step": 1}':
+        one.make_up_for(checkpoint_of(tmp_path, "step-1", manifest))
+        one.finish()
+    assert (tmp_path / "log").read_text() == '{}{"evaluated_step": 1}' and one.failures == 0
+
+
 @pytest.fixture
 def slow(tmp_path) -> AfterSave:
     """A command that says when it begins and ends, and takes some time."""
@@ -68,7 +85,7 @@ def slow(tmp_path) -> AfterSave:
 def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
     began = time.monotonic()
     for step in range(1, 5):
-        slow.begin(tmp_path / "run" / "checkpoints" / f"step-{step}")
+        slow.begin(checkpoint_of(tmp_path, f"step-{step}"))
         time.sleep(0.02)
     assert time.monotonic() - began < 0.25  # Nobody waits.
     slow.finish()
@@ -80,11 +97,11 @@ def test_its_environment(tmp_path, monkeypatch):
     """The command is one process, and no rank. The checkpoints may have a disk of their own."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "disk" / "step-1").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     one = AfterSave(f'echo "$RUN_FOLDER $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP" > {tmp_path / "told"}')
-    one.begin(tmp_path / "run" / "checkpoints" / "step-1")
+    one.begin(checkpoint_of(tmp_path, "step-1"))
     one.finish()
     assert (tmp_path / "told").read_text() == f"{tmp_path / 'run'} \n" and one.failures == 0
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samerun.errors import is_main_process, one_line, say
-from samerun.files import replace_file
+from samerun.files import replace_file, size_and_checksum
 from samerun.meeting import OF_A_LAUNCH
 
 # What launchers set for their ranks, or how such names begin.
@@ -104,16 +104,18 @@ class AfterSave(Background):
             self.begin(checkpoint)
 
     def run(self, checkpoint: Path) -> None:
-        note = self.note_of(checkpoint)
+        note, told = self.note_of(checkpoint), self.told_of(checkpoint)
         status, last_line = run_apart(self.command, CHECKPOINT=str(checkpoint.absolute()), RUN_FOLDER=str(note.parent))
         if status:
             raise RuntimeError(f"exit status {status}: {last_line}")
         with suppress(OSError):  # Then it is done once more.
-            replace_file(note, self.told_of(checkpoint))
+            replace_file(note, told)
 
     def note_of(self, checkpoint: Path) -> Path:
         """Where it is noted what was done last. The folder of the run may have a link to that of its checkpoints."""
         return checkpoint.absolute().parent.parent / "after_save.json"
 
     def told_of(self, checkpoint: Path) -> str:
-        return json.dumps({"command": self.command, "checkpoint": checkpoint.name}) + "\n"
+        """The manifest tells a checkpoint from an earlier one of the step, and from what was noted in it later."""
+        manifest = size_and_checksum(checkpoint / "manifest.json")
+        return json.dumps({"command": self.command, "checkpoint": checkpoint.name, "manifest": manifest}) + "\n"
