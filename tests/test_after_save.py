@@ -57,6 +57,16 @@ def test_what_an_earlier_launch_has_not_done_is_made_up_for(tmp_path):
     assert log.read_text().splitlines()[1] == "step-00000010" and log.read_text().endswith("step-00000012\n")
 
 
+def test_a_finished_run_that_is_stopped_meanwhile_stays_finished(tmp_path):
+    room = tmp_path / "room"
+    config = config_of(tmp_path, f"test -d {room} && kill -TERM $PPID && sleep 3")
+    run(tmp_path, config)
+    room.mkdir()
+    done = run(tmp_path, config)
+    assert done.output.endswith("Waiting for run.after_save.\n")
+    assert done.status == {"status": "finished", "step": 10}
+
+
 def checkpoint_of(folder: Path, name: str, manifest: str = "{}") -> Path:
     """One with a manifest, and no weights."""
     checkpoint = folder / "run" / "checkpoints" / name

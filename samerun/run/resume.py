@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.cli import is_within
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
-from samerun.errors import UserError, require, say
+from samerun.errors import Stopped, UserError, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import OF_NO_MODEL, settings_of
@@ -210,9 +211,10 @@ def end_finished(folder: RunFolder, config: Config, progress: Progress, max_step
     advice = "Raise run.patience" if config.run.patience and step < max_steps else "Add steps"
     say(f"Finished already: {folder.path}, step {step:,}. {advice}, or choose a new run.output_dir.")
     after_save = AfterSave(config.run.after_save)
-    after_save.make_up_for(folder.checkpoints / checkpoint_name(step))
-    after_save.finish()
-    push_export(config, progress)
+    with suppress(Stopped):  # The run is as finished as it was, and the same command tries again.
+        after_save.make_up_for(folder.checkpoints / checkpoint_name(step))
+        after_save.finish()
+        push_export(config, progress)
 
 
 # Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
