@@ -263,13 +263,16 @@ def test_a_saved_folder_has_no_split(tmp_path):
 @pytest.mark.parametrize("names", [("train", "validation"), ("train_sft", "train_gen"), ("books", "web")], ids=str)
 def test_the_splits_of_a_saved_folder(tmp_path, names):
     """Are those it was saved with, whatever they are called. Never are several of them taken for one."""
-    saved = {name: datasets.Dataset.from_dict({"text": [f"one of {name}", f"two of {name}"]}) for name in names}
-    datasets.DatasetDict(saved).save_to_disk(tmp_path)
-    datasets.load_from_disk(tmp_path).map(lambda row: {"text": row["text"].upper()})  # Leaves its result there.
+    columns = {name: {"text": [f"one of {name}", f"two of {name}"], f"of_{name}": [1, 2]} for name in names}
+    saved = {name: datasets.Dataset.from_dict(columns[name]).with_format("numpy") for name in names}
+    empty = datasets.Dataset.from_dict({"text": []})
+    datasets.DatasetDict(saved | {"empty": empty}).save_to_disk(tmp_path)
+    datasets.load_from_disk(tmp_path / names[0]).map(lambda row: {"text": "changed"})  # Leaves its result there.
+    notes = []
     for name in names:
-        source = Source(path=str(tmp_path), split=name)
-        assert load_source(source)["text"][:] == saved[name]["text"][:]
-        assert load_source(Source(path=str(tmp_path), split=f"{name}[1:]"))["text"][:] == saved[name]["text"][1:]
+        assert load_source(Source(path=str(tmp_path), split=name), notes.append)[:] == columns[name]
+        assert load_source(Source(path=str(tmp_path), split=f"{name}[1:]"))["text"][:] == columns[name]["text"][1:]
+    assert notes == []
     with pytest.raises(UserError, match=f"Unknown split .*{names[0]}.*{names[1]}"):
         load_source(Source(path=str(tmp_path), split="test"))
     with pytest.raises(UserError, match="leave out name"):

@@ -147,35 +147,28 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
     if source.files:
         return load_files(list_files(source.files))
     with as_user_error(f"data: cannot load {source.path}", source.path):
-        if saved_state(source):
-            return datasets.load_from_disk(source.path).with_format(None)  # It may have been saved with another one.
-        builder = builder_at(source.path, source.name)
+        folders = saved_folders(source)
+        if folders:
+            return load_saved(folders, source.split)
+        builder = datasets.load_dataset_builder(source.path, source.name)
         local = local_files(builder)
         if local:
             if builder.config.name.startswith("default"):  # Otherwise the folder has a README that names its files.
                 note_unread_files(source.path, local, note)
             cache = usable_cache(local)
-            builder = builder_at(source.path, source.name, cache_dir=cache)
+            builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
         return read(builder, source.split)
 
 
-def builder_at(path: str, name: str | None, **options: Any) -> datasets.DatasetBuilder:
-    """The builder of datasets for a data set on the Hub or in a folder. In a folder of several data sets that
-    save_to_disk has made, datasets would guess from the names which are which, and take all for train if it cannot."""
-    note = Path(path, "dataset_dict.json")
-    if not note.is_file():
-        return datasets.load_dataset_builder(path, name, **options)
-    require(name is None, "a folder of save_to_disk has no configurations; leave out name")
-    splits = json.loads(note.read_text())["splits"]
-    files = {split: saved_files(os.path.join(path, split)) for split in splits}
-    return datasets.load_dataset_builder("arrow", data_files=files, **options)
-
-
-def saved_files(folder: str) -> list[str]:
-    """The files of one data set of save_to_disk. There may be others beside them, which a later map() has left."""
-    state = json.loads(Path(folder, "state.json").read_text())
-    return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+def load_saved(folders: dict[str, str], split: str) -> datasets.Dataset:
+    """A split, or parts of some, of what saved_folders() has found."""
+    with_rows = {name: folder for name, folder in folders.items() if saved_files(folder)}  # It loads no others.
+    require(with_rows, "it has no rows")
+    saved = {name: datasets.load_from_disk(folder) for name, folder in with_rows.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(data) for name, data in saved.items()})
+    found = [saved[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(found).with_format(None)  # They may have been saved with another one.
 
 
 def local_files(builder: datasets.DatasetBuilder) -> list[str]:
@@ -263,9 +256,9 @@ def identity_of(source: Source) -> list[Any]:
             load_files(files)  # Raises what is wrong, with the name of the file.
             raise
     with as_user_error(f"data: cannot load {source.path}", source.path):
-        state = saved_state(source)
-        if state:
-            return [state, stamps_of(saved_files(source.path))]
+        folders = saved_folders(source)
+        if folders:
+            return [*(stamps_of([f"{one}/state.json", *saved_files(one)]) for one in folders.values()), source.split]
         return [*identity_of_path(source.path, source.name), source.split]
 
 
@@ -277,9 +270,9 @@ def identity_of_path(path: str, name: str | None) -> list[Any]:
         return json.loads(note.read_text())  # datasets would want to write here even to know it.
     if is_read_only(cache):
         with tempfile.TemporaryDirectory() as empty:
-            builder = builder_at(path, name, cache_dir=empty)
+            builder = datasets.load_dataset_builder(path, name, cache_dir=empty)
             return [os.path.relpath(builder.cache_dir, empty), stamps_of(local_files(builder))]
-    builder = builder_at(path, name)
+    builder = datasets.load_dataset_builder(path, name)
     identity = [os.path.relpath(builder.cache_dir, cache), stamps_of(local_files(builder))]
     if not os.path.exists(path):
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -287,19 +280,31 @@ def identity_of_path(path: str, name: str | None) -> list[Any]:
     return identity
 
 
-def saved_state(source: Source) -> dict[str, Any] | None:
-    """What save_to_disk has noted in its folder. None if the path is something else."""
-    require(not os.path.isfile(source.path), "it is a file; name it in the list `files`, in place of `path`")
-    file = Path(source.path, "state.json")
-    if not file.is_file():
-        is_plain = not (os.path.isdir(source.path) and glob.has_magic(source.path))
-        require(
-            is_plain, "datasets takes its name for a pattern; name the folder in the list `files`, in place of `path`"
-        )
-        return None
-    is_whole = source.name is None and source.split == "train"
-    require(is_whole, "a folder of save_to_disk holds a single data set; leave out name and split")
-    return json.loads(file.read_text())
+def saved_files(folder: str) -> list[str]:
+    """The files of a data set of save_to_disk. There may be others beside them, which a later map() has left."""
+    state = json.loads(Path(folder, "state.json").read_text())
+    return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+
+
+def saved_folders(source: Source) -> dict[str, str]:
+    """Where save_to_disk has put data sets, by their splits. None if the path is something else.
+
+    Of several data sets in a folder, datasets itself would guess which are the splits, and take all for train if it
+    cannot tell. Besides, it would take for granted that all have the same columns.
+    """
+    path = source.path
+    require(not os.path.isfile(path), "it is a file; name it in the list `files`, in place of `path`")
+    if os.path.isfile(os.path.join(path, "state.json")):
+        is_whole = source.name is None and source.split == "train"
+        require(is_whole, "a folder of save_to_disk holds a single data set; leave out name and split")
+        return {"train": path}
+    note = Path(path, "dataset_dict.json")
+    if note.is_file():
+        require(source.name is None, "a folder of save_to_disk has no configurations; leave out name")
+        return {split: os.path.join(path, split) for split in json.loads(note.read_text())["splits"]}
+    is_plain = not (os.path.isdir(path) and glob.has_magic(path))
+    require(is_plain, "datasets takes its name for a pattern; name the folder in the list `files`, in place of `path`")
+    return {}
 
 
 def builder_of(files: list[str]) -> str:
