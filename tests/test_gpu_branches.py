@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samerun.config import Batch, Config, Run
+from samerun.config import Batch, Config, Model, Run
 from samerun.data.batches import Documents, collate
 from samerun.errors import UserError
 from samerun.model.attention import (
@@ -275,4 +275,14 @@ def test_a_gpu_is_used_if_there_is_one(tmp_path, monkeypatch, there_is_one):
     monkeypatch.setattr("samerun.run.launch.Accelerator", accelerator)
     config = Config.model_construct(run=Run(output_dir=str(tmp_path)), batch=Batch())
     with pytest.raises(UserError, match=f"Asked: {not there_is_one}"):
+        start_accelerator(config)
+
+
+def test_processes_for_which_accelerate_makes_no_group(tmp_path, monkeypatch):
+    """As without LOCAL_RANK, where there are GPUs."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("samerun.run.launch.Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    config = Config.model_construct(model=Model(pretrained="any"), run=Run(output_dir=str(tmp_path)), batch=Batch())
+    with pytest.raises(UserError, match="launch: the 2 processes do not see each other; use a file of accelerate_conf"):
         start_accelerator(config)

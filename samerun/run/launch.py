@@ -155,7 +155,7 @@ def start_accelerator(config: Config) -> Accelerator:
         )
     with prefix_errors("launch"):
         together = launched == accelerator.num_processes
-        require(together, "they do not see each other; use a file of accelerate_configs/")
+        require(together, f"the {launched} processes do not see each other; use a file of accelerate_configs/")
         named_alike = is_main_process() == accelerator.is_main_process
         require(named_alike, "RANK is not the rank that Accelerate has found; start by accelerate launch")
         precision = accelerator.mixed_precision
