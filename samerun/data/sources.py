@@ -163,7 +163,8 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
 
 def load_saved(folders: dict[str, str], split: str) -> datasets.Dataset:
     """A split, or parts of some, of what saved_folders() has found."""
-    with_rows = {name: folder for name, folder in folders.items() if saved_files(folder)}  # It loads no others.
+    # datasets fails to load one without rows, which has no files.
+    with_rows = {name: folder for name, folder in folders.items() if saved_files(folder)}
     require(with_rows, "it has no rows")
     saved = {name: datasets.load_from_disk(folder) for name, folder in with_rows.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(data) for name, data in saved.items()})
