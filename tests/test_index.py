@@ -327,6 +327,7 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     assert read_all(load_data(config, tokenizer, 0)[0]) == before
     said = capsys.readouterr().out
     assert "made anew" in said and str(tmp_path / "cache") in said
+    assert "dataset_info.json" not in said  # The folder that it is in is told.
     assert read_all(load_data(config, tokenizer, 0)[0]) == before and not capsys.readouterr().out
 
 

@@ -206,8 +206,7 @@ def usable_cache(files: list[str]) -> str:
         try:
             json.loads(about.read_bytes())
         except ValueError:
-            say(f"Data: {about} is not as it was written, and is made anew.")
-            about.unlink()
+            about.unlink()  # read() says that the folder is not as it was.
     return str(folder)
 
 
