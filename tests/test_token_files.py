@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +134,22 @@ def test_lines_of_an_array_are_documents(tmp_path):
     np.save(tmp_path / "a.npy", lines)
     [rows] = rows_of(tmp_path, "a.npy", packing="none").values()
     assert sorted(row[0] for row in rows) == lines.tolist()
+
+
+@pytest.mark.parametrize("documents", [1, 10])
+def test_large_files_take_little_memory(tmp_path, documents):
+    """Also where they are compared with an evaluation, and where a file is a single document."""
+    tokens = np.arange(10**7, dtype=np.uint16).reshape(documents, -1)
+    for name in "train", "eval":
+        np.save(tmp_path / f"{name}.npy", tokens)
+    evaluated = {"files": str(tmp_path / "eval.npy")}
+    config = Data(files=str(tmp_path / "train.npy"), format="tokens", sequence_length=1024, eval_source=evaluated)
+    tracemalloc.start()
+    data, held_out = load_data(config, None, seed=0)
+    assert tracemalloc.get_traced_memory()[1] < tokens.nbytes
+    tracemalloc.stop()
+    assert held_out[""].index["notes"][-1] == f"{documents} of {documents} documents are also trained on."
+    assert data.index["checksum_of_ids"] == zlib.crc32(tokens.astype(np.int32))
 
 
 def test_nothing_is_copied(tmp_path):

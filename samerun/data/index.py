@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from samerun.config import Data
 from samerun.data.documents import hold_out, kept_rows, load_documents, take
-from samerun.data.order import ORDER, running_sum
+from samerun.data.order import ORDER, as_int32, running_sum
 from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
 from samerun.data.sources import cannot_use, data_cache, hashed_key, identity_of, is_read_only
@@ -120,7 +120,8 @@ class IndexWriter:
         ids, *labels = tokens
         self.lowest_id = min(self.lowest_id, int(ids.min(initial=0)))
         self.highest = max(self.highest, int(ids.max(initial=0)))
-        self.checksum_of_ids = zlib.crc32(ids.astype(np.int32), self.checksum_of_ids)
+        for part in as_int32(ids):
+            self.checksum_of_ids = zlib.crc32(part, self.checksum_of_ids)
         if not labels:
             self.targets += len(ids) - len(edges)  # The first token of a segment is no target: nothing comes before it.
             return

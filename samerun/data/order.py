@@ -1,6 +1,7 @@
 """The order of the rows, computed from seed and position: the heart of the promise."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -71,3 +72,9 @@ def hashed(numbers: np.ndarray) -> np.ndarray:
 def running_sum(lengths: np.ndarray | list[int]) -> np.ndarray:
     """Where each part begins if parts of these lengths follow one another, and where the last one ends."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64))
+
+
+def as_int32(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """The numbers as int32, a part at a time: a file of tokens may be larger than the memory."""
+    for start in range(0, len(numbers), 2**20):
+        yield numbers[start : start + 2**20].astype(np.int32)
