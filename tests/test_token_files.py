@@ -18,6 +18,7 @@ from test_finetune import END
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from samerun.config import Data, Model
+from samerun.data import token_files
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
@@ -150,6 +151,25 @@ def test_large_files_take_little_memory(tmp_path, documents):
     tracemalloc.stop()
     assert held_out[""].index["notes"][-1] == f"{documents} of {documents} documents are also trained on."
     assert data.index["checksum_of_ids"] == zlib.crc32(tokens.astype(np.int32))
+
+
+class CountingName(str):
+    """Counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        CountingName.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_many_files(monkeypatch):
+    """They are not compared with each other."""
+    names = [CountingName(f"{number}.npy") for number in range(1000)]
+    monkeypatch.setattr(token_files, "list_files", lambda patterns: names)
+    assert token_files.names_of_token_files(Data(files="*.npy", format="tokens")) == names
+    assert CountingName.compared <= 2 * len(names)
 
 
 def test_nothing_is_copied(tmp_path):

@@ -50,7 +50,7 @@ def names_of_token_files(config: Data) -> list[str]:
         return []
     files = list_files(config.files)
     flat = [file for file in files if Path(file).suffix in SUFFIXES]
-    others = [file for file in files if file not in flat and not is_index(file)]
+    others = [file for file in files if Path(file).suffix not in SUFFIXES and not is_index(file)]
     if flat and others:
         raise UserError(f"data.files: {flat[0]} and {others[0]} do not mix; choose by a pattern")
     for file in flat:
