@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -297,6 +298,20 @@ def test_curves_of_a_line_that_a_full_disk_has_cut(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "tr')
     draw_curves(tmp_path)
     assert capsys.readouterr().out.startswith("curves.png could not be drawn: ")
+
+
+def test_curves_of_many_metrics_take_little_memory(tmp_path):
+    """As with many sources: only those that are drawn are kept."""
+    others = {f"train/loss/{number}": 2.3456789012 for number in range(500)}
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 1001):
+            file.write(json.dumps({"step": step, "train/tokens": 100 * step, "train/loss": 1 / step, **others}) + "\n")
+    draw_curves(tmp_path)  # Imports what it needs.
+    tracemalloc.start()
+    draw_curves(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < (tmp_path / "metrics.jsonl").stat().st_size
+    tracemalloc.stop()
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_no_memory_outside_of_a_step(capsys):

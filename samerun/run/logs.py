@@ -1,5 +1,6 @@
 """Means per target, per source; what is printed; curves."""
 
+import json
 import math
 import sys
 import time
@@ -33,18 +34,30 @@ def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
         say(f"curves.png could not be drawn: {one_line(error)}")
 
 
+# What curves.png is drawn from.
+DRAWN = [
+    "step",
+    "train/tokens",
+    "plan/num_processes",
+    "train/loss",
+    "eval/loss",
+    "perf/tokens_per_second",
+    "train/learning_rate",
+]
+
+
 def draw_picture(metrics: Path, picture: Path) -> None:
     from matplotlib.figure import Figure  # Not at the top of the file, because a launch begins without it.
 
-    lines = pd.read_json(metrics, lines=True)
-    lines = lines.reindex(columns=lines.columns.union(["train/tokens", "plan/num_processes"]))
-    lines["train/tokens"] = lines["train/tokens"].astype(float).ffill() / 1e6
+    with open(metrics) as file:  # pandas by itself would hold all metrics, of which there may be gigabytes.
+        lines = pd.DataFrame([list(map(json.loads(line).get, DRAWN)) for line in file], columns=DRAWN, dtype=float)
+    lines["train/tokens"] = lines["train/tokens"].ffill() / 1e6
     continued = lines["train/tokens"][lines["plan/num_processes"].notna() & (lines["step"] > 0)].dropna()
     figure = Figure(figsize=(16, 4.5), layout="constrained")
     loss, speed, rate = figure.subplots(1, 3, width_ratios=(3, 2, 2))
 
     def draw(key: str, axes, style: str) -> None:
-        points = lines.reindex(columns=["train/tokens", key]).dropna().astype(float)
+        points = lines[["train/tokens", key]].dropna()
         points.plot("train/tokens", key, ax=axes, style=style, xlabel="tokens (millions)")
 
     draw("train/loss", loss, "-")

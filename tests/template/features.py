@@ -256,6 +256,7 @@ def evaluation(house: House) -> None:
     house.drop_statements("load_data", "held_out")
     house.drop_statements("nearest_setting", "in_evaluation")
     house.drop_element("SHOWN", "eval/loss")
+    house.drop_element("DRAWN", "eval/loss")
     house.drop_statements("draw_picture", "eval/loss")
 
 
