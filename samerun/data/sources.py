@@ -287,7 +287,7 @@ def saved_files(folder: str) -> list[str]:
 
 
 def saved_folders(source: Source) -> dict[str, str]:
-    """Where save_to_disk has put data sets, by their splits. None if the path is something else.
+    """Where save_to_disk has put data sets, by their splits. Empty if the path is something else.
 
     Of several data sets in a folder, datasets itself would guess which are the splits, and take all for train if it
     cannot tell. Besides, it would take for granted that all have the same columns.
