@@ -1,6 +1,7 @@
 """data.sources: exact shares in each block of the stream, each source as if alone, and the run that of a plain loop."""
 
 import json
+import math
 import re
 from itertools import accumulate
 
@@ -18,6 +19,8 @@ from samerun.config import Data, WeightedSource, rows_per_block
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
+from samerun.run.checkpoint import Progress
+from samerun.run.logs import SourceMetrics
 
 SIZES = {"web": 9, "code": 23, "math": 4}
 WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
@@ -393,3 +396,17 @@ def test_epochs_and_an_empty_source(tmp_path):
 
 def test_help_names_the_mapping():
     assert "--data.sources  dict[str, WeightedSource] | None, default null" in help_text(train.__doc__, train.Settings)
+
+
+def test_metrics_of_many_sources():
+    targets = {f"source{number}": number for number in range(2000)}
+    metrics = SourceMetrics(Progress())
+    for _ in range(5):
+        summed = {f"{name}/{source}": torch.tensor(3.0 * count) for name in "ab" for source, count in targets.items()}
+        summed["a"] = summed["source1"] = torch.tensor(1.0)
+        metrics.take(summed, targets)
+        assert list(summed) == ["a", "source1"]
+    found = metrics.read()
+    assert found["a/source7"] == found["b/source999"] == 3 and math.isnan(found["a/source0"])
+    assert found["token_share/source10"] == pytest.approx(10 / 1_999_000) and len(found) == 6000
+    assert metrics.read() == {}

@@ -92,10 +92,9 @@ class SourceMetrics:
 
     def take(self, summed: dict[str, torch.Tensor], targets: dict[str, int]) -> None:
         """Move the sums of the sources out of those of a step, in which each source has so many targets."""
-        for source, count in targets.items():
-            for name in [name for name in summed if name.endswith(f"/{source}")]:
-                self.sums[name] = self.sums.get(name, 0) + summed.pop(name)
-            self.targets[source] += count
+        self.targets.update(targets)
+        for name in [name for name in summed if source_in(name) in targets]:
+            self.sums[name] = self.sums.get(name, 0) + summed.pop(name)
 
     def note(self, progress: Progress) -> None:
         """Let the next checkpoint hold them. Waits for the device."""
@@ -104,13 +103,19 @@ class SourceMetrics:
 
     def read(self) -> dict[str, float]:
         """NAME/SOURCE per target of the source, and its share of all targets. Begins anew. Waits for the device."""
-        metrics = {}
+        metrics, total = {}, max(1, self.targets.total())
+        for name, value in self.sums.items():
+            metrics |= mean_per_target({name: value}, self.targets[source_in(name)])
         for source, targets in self.targets.items():
-            own = {name: value for name, value in self.sums.items() if name.endswith(f"/{source}")}
-            metrics |= mean_per_target(own, targets)
-            metrics[f"token_share/{source}"] = targets / max(1, self.targets.total())
+            metrics[f"token_share/{source}"] = targets / total
         self.sums, self.targets = {}, Counter()
         return metrics
+
+
+def source_in(name: str) -> str | None:
+    """The source of a metric NAME/SOURCE."""
+    _, slash, source = name.rpartition("/")
+    return source if slash else None
 
 
 def prefixed(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:
