@@ -9,7 +9,7 @@ from samerun.errors import UserError, one_line, require
 NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "time_mix_receptance", "time_mix_value"}
 
 # What torch says of an operation that it does not have for DTensors.
-OF_SHARDS = "sharding strategy", "placement"
+OF_SHARDS = "sharding strategy", "Sharding propagation"
 
 
 def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:

@@ -615,20 +615,14 @@ case(
     "labels",
     make=jsonl(*[{"input_ids": [1, 2], "labels": [-100] * 2}] * 9),
 )
-case(
-    "lists of a fixed size",
-    TOKENS | {"data.files": "TMP/rows.parquet", "data.packing": "best_fit"},
-    "data.packing best_fit",
-    "use concat or none",
-    make=lambda tmp, data: pq.write_table(FIXED, tmp / "rows.parquet"),
-)
-case(
-    "tokens and labels in other kinds of lists",
-    TOKENS | {"data.files": "TMP/rows.parquet", "data.packing": "best_fit"},
-    "data.packing best_fit",
-    "not large_list and list; use concat or none",
-    make=lambda tmp, data: pq.write_table(MIXED, tmp / "rows.parquet"),
-)
+for table, kinds in (FIXED, "fixed_size_list"), (MIXED, "large_list and list"):
+    case(
+        f"best_fit of {kinds}",
+        TOKENS | {"data.files": "TMP/rows.parquet", "data.packing": "best_fit"},
+        "data.packing best_fit",
+        f"not {kinds}; use concat or none",
+        make=lambda tmp, data, table=table: pq.write_table(table, tmp / "rows.parquet"),
+    )
 case("rows of one token", TOKENS | {"data.packing": "none"}, "no target", make=jsonl(*[{"input_ids": [1]}] * 9))
 case("token beyond the vocabulary", TOKENS, "999", "vocabulary", "383", make=jsonl(*[{"input_ids": [1, 999]}] * 9))
 case(
