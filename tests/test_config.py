@@ -336,9 +336,9 @@ def test_overrides(load, words, path, value):
 
 def test_a_merge_of_a_merge(load):
     """What is merged may give a key that stands beside it, also where the merge itself has one."""
-    text = GOOD.replace("llama", "llama, a: &a {x: 1, y: 1}, b: &b {<<: *a, y: 2}, c: {<<: *b, x: 3}")
+    text = GOOD.replace("llama", "llama, a: &a {one: 1, two: 1}, b: &b {<<: *a, two: 2}, c: {<<: *b, one: 3}")
     found = load(text=text).model.architecture
-    assert (found["b"], found["c"]) == ({"x": 1, "y": 2}, {"x": 3, "y": 2})
+    assert (found["b"], found["c"]) == ({"one": 1, "two": 2}, {"one": 3, "two": 2})
 
 
 def test_a_mistake_within_a_list_is_one_of_the_command_line(load):

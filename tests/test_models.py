@@ -181,7 +181,7 @@ def test_documents_of_a_micro_batch_are_as_if_alone(case, rows):
 @pytest.mark.parametrize(
     "name, shape",
     [
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("mpt", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
         ("gpt_oss", SHAPE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     ],
 )
@@ -354,9 +354,9 @@ def test_checkpointing_that_a_family_lacks_is_refused():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(3))
 def test_documents_that_see_each_other_are_found_in_any_precision(dtype, seed):
-    """Falcon is refused, Mistral is not: rounding in bf16 is neither taken for a leak nor does it hide one."""
+    """MPT is refused, Mistral is not: rounding in bf16 is neither taken for a leak nor does it hide one."""
     shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
-    for name, more in ("falcon", {}), ("mistral", {"num_key_value_heads": 4, "intermediate_size": 512}):
+    for name, more in ("mpt", {}), ("mistral", {"num_key_value_heads": 4, "intermediate_size": 512}):
         found = transformers.AutoConfig.for_model(name, use_cache=False, **shape, **more)
         model = make_model(Model(attention="eager", dtype=dtype), found, 0, seed)
         with contextlib.nullcontext() if name == "mistral" else pytest.raises(UserError, match="use none"):
