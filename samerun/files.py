@@ -67,9 +67,12 @@ def checksum(path: Path) -> int:
     return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
 
 
-def replace_file(path: Path, text: str, lasting: bool = True) -> None:
-    """A reader sees the old content or the new, never half of it, and after a power loss, too, if it is to last."""
-    draft = path.with_name(f".{path.name}.tmp")
+def replace_file(path: Path, text: str, lasting: bool = True, draft: Path | None = None) -> None:
+    """A reader sees the old content or the new, never half of it, and after a power loss, too, if it is to last.
+
+    The draft is a new file of the same file system, by default beside the file.
+    """
+    draft = draft or path.with_name(f".{path.name}.tmp")
     if text and not text.endswith("\n"):
         text += "\n"
     draft.write_text(text)

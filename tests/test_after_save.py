@@ -1,6 +1,7 @@
 """run.after_save: a command for each complete checkpoint, in the background, which never ends a run."""
 
 import json
+import os
 import re
 import shutil
 import time
@@ -10,6 +11,7 @@ import pytest
 from helpers import Done, difference, launch, run, tiny_config
 
 from samerun.run.after_save import AfterSave
+from samerun.run.checkpoint import note_in_checkpoint
 
 
 def config_of(folder: Path, command: str, **more) -> dict:
@@ -82,6 +84,20 @@ def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
         one.make_up_for(checkpoint_of(tmp_path, "step-1", manifest))
         one.finish()
     assert (tmp_path / "log").read_text() == '{}{"evaluated_step": 1}' and one.failures == 0
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_copied_has_only_whole_files(tmp_path, monkeypatch, is_link):
+    """Also while something is noted in a checkpoint, which may be a link."""
+    checkpoint = checkpoint_of(tmp_path, "step-00000001")
+    if is_link:
+        (tmp_path / "disk").mkdir()
+        checkpoint.symlink_to(checkpoint.rename(tmp_path / "disk" / "step-1"))
+    seen, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: seen.append(os.listdir(checkpoint)) or replace(*paths))
+    note_in_checkpoint(checkpoint.parent, 2, {"step": 1, "evaluated_step": 1, "best_checkpoint": None})
+    assert seen == [["manifest.json"]] and json.loads((checkpoint / "manifest.json").read_text())["evaluated_step"] == 1
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000001"]
 
 
 @pytest.fixture

@@ -166,9 +166,11 @@ def save_checkpoint(
 
 def note_in_checkpoint(folder: Path, keep: int, progress: dict[str, Any]) -> None:
     """Note in the complete checkpoint of a step what has become known since, such as its evaluation loss."""
-    path = folder / checkpoint_name(progress["step"]) / "manifest.json"
     if is_main_process():
-        replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2))
+        checkpoint = (folder / checkpoint_name(progress["step"])).resolve()  # It may be a link to another disk.
+        path, draft = checkpoint / "manifest.json", checkpoint.with_name(f".{checkpoint.name}.tmp")
+        # The draft is outside, because run.after_save may be copying the checkpoint.
+        replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2), draft=draft)
         delete_old(folder, keep, progress)
 
 
