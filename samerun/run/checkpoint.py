@@ -169,7 +169,7 @@ def note_in_checkpoint(folder: Path, keep: int, progress: dict[str, Any]) -> Non
     if is_main_process():
         checkpoint = (folder / checkpoint_name(progress["step"])).resolve()  # It may be a link to another disk.
         path, draft = checkpoint / "manifest.json", checkpoint.with_name(f".{checkpoint.name}.tmp")
-        # The draft is outside, because run.after_save may be copying the checkpoint.
+        # The draft is outside, because the checkpoint may be copied at any moment.
         replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2), draft=draft)
         delete_old(folder, keep, progress)
 
