@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -62,6 +63,13 @@ def as_user_error(what: str, name: str | None = None):
 def is_full(error: BaseException) -> bool:
     """Whether there is no room left, on a disk or for a file."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def name_place(error: BaseException, place: Path) -> None:
+    """Let the error of a full disk say where that is. One that a write has met does not."""
+    failure = original(error)
+    if is_full(failure) and not failure.filename:
+        failure.filename = str(place)
 
 
 def interruption(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -554,7 +554,7 @@ def test_a_disk_that_is_full_at_a_log_line(slow, tmp_path, count):
     assert step >= metrics[-1]["step"]
     assert done.status["status"] == "failed" and "No space left" in done.status["reason"]
     [error] = [line for line in outputs[0].splitlines() if line.startswith("error:")]
-    assert error.startswith("error: [Errno 28] No space left on device; make room there; ")
+    assert error.startswith(f"error: [Errno 28] No space left on device: '{done.folder}'; make room there; ")
     assert run(tmp_path, slow, "--run.eval_every", 0, "--run.max_steps", step + 6).launches == [step]
 
 
@@ -574,14 +574,14 @@ def test_a_status_on_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_the_reason_of_a_failed_save(tmp_path, monkeypatch):
-    """torch wraps it into a traceback of many lines."""
+    """torch wraps it into a traceback of many lines. The reason names the folder, which the error does not."""
 
     def full(*args, **kwargs):
         raise CheckpointException("save", {0: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)})
 
     monkeypatch.setattr("samerun.run.checkpoint.dcp.save", full)
     done = run(tmp_path, tiny_config(tmp_path), "--run.save_every", 2, expect=1)
-    assert done.status["reason"] == "[Errno 28] No space left on device"
+    assert done.status["reason"] == f"[Errno 28] No space left on device: '{done.folder}/checkpoints'"
 
 
 def assert_end(processes: list[psutil.Process], launcher: subprocess.Popen) -> None:

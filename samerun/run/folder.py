@@ -14,7 +14,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from samerun.config import Config
-from samerun.errors import Stopped, UserError, as_user_error, is_main_process, one_line, original, require, say
+from samerun.errors import (
+    Stopped,
+    UserError,
+    as_user_error,
+    is_main_process,
+    name_place,
+    one_line,
+    original,
+    require,
+    say,
+)
 from samerun.files import delete, replace_file
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
@@ -234,6 +244,7 @@ class RunFolder:
                     file.write(json.dumps({"step": step, **metrics}) + "\n")
                 self.log_status(step)
         except OSError as error:  # A checkpoint may have another disk, or others may make room in time.
+            name_place(error, self.path)
             self.failure = self.failure or error
             StopSignal.requested = "a disk that fails"
         self.track(known, step=step)

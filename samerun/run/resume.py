@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.cli import is_within
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
-from samerun.errors import Stopped, UserError, require, say
+from samerun.errors import Stopped, UserError, name_place, require, say
 from samerun.optim import Guard
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import OF_NO_MODEL, settings_of
@@ -303,7 +303,8 @@ class Saver:
         """Raises what went wrong with the last save."""
         while self.pending:
             done = self.pending.pop(0)
-            if done.exception():
+            if error := done.exception():
+                name_place(error, self.folder)
                 self.pool.shutdown()  # Its thread lets go of the run, whose folder is locked as long as anybody has it.
             done.result()
 
