@@ -331,6 +331,15 @@ def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
         made([row], chat_template=str(tmp_path / "template"))
 
 
+@pytest.mark.parametrize("role", ["asistant", "developer"])
+def test_a_role_that_a_template_does_not_write(made, role):
+    """What is said by it would be left out without a word. A template that writes any role takes it."""
+    row = chat(("user", "a"), ("assistant", "b"), (role, "c"))
+    with pytest.raises(UserError, match=f"row 0, .*the chat template does not write the role '{role}'"):
+        made([row], "qwen2_5.jinja")
+    assert f"{role}\nc" in "".join(made([row], chat_template=CHATML)[0])
+
+
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_thoughts_that_a_template_does_not_write(made, tmp_path, name):
     """Also where it has the word. Those of earlier turns may be left out, and one of two names may be unknown."""

@@ -88,8 +88,14 @@ def tokenize_turns(
 
 
 def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text is the same without tools, their calls, or thoughts: some templates know none."""
+    """Raises ValueError if the text is the same without tools, their calls, thoughts, or the turns of an unusual role.
+
+    Some templates know none. Of a role that is misspelled, they would leave out what is said, without a word.
+    """
     unwritten = []
+    for role in sorted({str(turn["role"]) for turn in turns} - set(ROLES.values())):
+        if rendered([turn for turn in turns if str(turn["role"]) != role], encoder, tools) == text:
+            unwritten.append(f"the role {role!r} (misspelled?)")
     if tools and rendered(turns, encoder) == text:
         unwritten.append("tools")
     if any(turn.get("tool_calls") for turn in turns):
