@@ -154,7 +154,7 @@ def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):
     own = str(TEMPLATES / "qwen3.jinja")
     [pieces] = made([chat(*TALK[:2])], chat_template=own)
     assert pieces[1] == "<think>\n\n</think>\n\nIt is 4.<|im_end|>\n"
-    with pytest.raises(UserError, match="row 1, counted from 0: ValueError: the chat template has no"):
+    with pytest.raises(UserError, match="row 1, counted from 0: the chat template has no"):
         made([chat(*TALK[:2]), chat(*TALK)], chat_template=own)
 
 
@@ -188,7 +188,7 @@ def test_a_turn_that_says_that_it_is_learned(made, weight):
 
 
 def test_a_weight_that_is_neither_0_nor_1(made):
-    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a message has the weight 0.5; 0 leaves it"):
+    with pytest.raises(UserError, match="row 0, counted from 0: a message has the weight 0.5; 0 leaves it"):
         made([chat(("user", "a"), ("assistant", "b", {"weight": 0.5}))], chat_template=CHATML)
 
 
@@ -304,14 +304,14 @@ def test_no_calls(made):
 
 
 def test_tools_that_are_none(made):
-    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: tools has .*the JSON schemas of functions"):
+    with pytest.raises(UserError, match="row 0, counted from 0: tools has .*the JSON schemas of functions"):
         made([chat(*TALK, tools=["weather"])], chat_template=CHATML)
 
 
 def test_an_assistant_that_neither_speaks_nor_calls(made):
     """An empty turn would be learned. Many templates write one."""
     for row in chat(("user", "a"), ("assistant", None)), chat(("user", None), ("assistant", "a")):
-        with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a message has role, and no content"):
+        with pytest.raises(UserError, match="row 0, counted from 0: a message has role, and no content"):
             made([row], "qwen3.jinja")
     row = chat(("user", "a"), ("assistant", None, {"tool_calls": [], "reasoning_content": ""}))
     with pytest.raises(UserError, match="a message has role, tool_calls, reasoning_content, and no content"):
@@ -333,11 +333,28 @@ def test_a_template_that_knows_no_functions(made, tmp_path, is_called):
 
 @pytest.mark.parametrize("role", ["asistant", "developer"])
 def test_a_role_that_a_template_does_not_write(made, role):
-    """What is said by it would be left out without a word. A template that writes any role takes it."""
-    row = chat(("user", "a"), ("assistant", "b"), (role, "c"))
-    with pytest.raises(UserError, match=f"row 0, .*the chat template does not write the role '{role}'"):
+    """What is said by it would be left out without a word, also if another says the same. Some write any role."""
+    row = chat(("user", "a"), ("assistant", "b"), (role, "a"))
+    refusal = f"the chat template does not write message 2, counted from 0, whose role is '{role}'; name another in"
+    with pytest.raises(UserError, match=f"row 0, counted from 0: {refusal} data.chat_template"):
         made([row], "qwen2_5.jinja")
-    assert f"{role}\nc" in "".join(made([row], chat_template=CHATML)[0])
+    assert f"{role}\na" in "".join(made([row], chat_template=CHATML)[0])
+
+
+@pytest.mark.parametrize("number, role", enumerate(["system", "user", "system", "tool"]))
+def test_a_turn_that_a_template_does_not_write(made, tmp_path, number, role):
+    """It knows some roles, or some places of them, alone. What it cuts or writes as JSON counts as written."""
+    template = "{% for m in messages %}{% if m.role != 'ROLE' or loop.index0 != NUMBER %}{{ m.role }}: "
+    template += "{{ m.content | trim | tojson }}\n{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    row = chat(*((role, f' "{role}"\n {place} ') for place, role in enumerate(["system", "user", "system", "tool"])))
+    row["messages"].append({"role": "assistant", "content": "Yes."})
+    (tmp_path / "template").write_text(template)
+    [pieces] = made([row], chat_template=str(tmp_path / "template"))
+    assert pieces[1].strip() == '"Yes."'
+    (tmp_path / "template").write_text(template.replace("ROLE", role).replace("NUMBER", str(number)))
+    with pytest.raises(UserError, match=f"does not write message {number}, counted from 0, whose role is '{role}'"):
+        made([row], chat_template=str(tmp_path / "template"))
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])

@@ -497,7 +497,7 @@ def test_a_content_in_parts_is_their_text(tmp_path):
         by_hand([("user", "a"), ("assistant", "bc")], chatml=True)
     ]
     parts[0] = {"type": "image", "url": "a.png"}
-    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: a content has the part .*a.png"):
+    with pytest.raises(UserError, match="row 0, counted from 0: a content has the part .*a.png"):
         documents(tmp_path, [{"messages": row}], "chat", **CHATML)
 
 
@@ -553,7 +553,7 @@ def test_a_prompt_that_its_template_changes(tmp_path):
     (tmp_path / "template").write_text(template)
     row = {"prompt": "<think>a lot</think>b", "completion": "c"}
     row = {name: [{"role": "assistant", "content": content}] for name, content in row.items()}
-    with pytest.raises(UserError, match="row 0, counted from 0: ValueError: the chat template changes the prompt"):
+    with pytest.raises(UserError, match="row 0, counted from 0: the chat template changes the prompt"):
         documents(tmp_path, [row], "chat", chat_template=str(tmp_path / "template"))
 
 
@@ -606,10 +606,7 @@ def test_the_row_of_a_bad_conversation_in_parallel(tmp_path):
     config = chat_config(tmp_path, [GOOD] * 199 + [bad])
     done = launch(tmp_path, config, processes=None, warm=True, expect=2)
     [message] = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert (
-        "cannot use messages as chat: row 199, counted from 0: ValueError: a message has role, and no content"
-        in message
-    )
+    assert "cannot use messages as chat: row 199, counted from 0: a message has role, and no content" in message
 
 
 @pytest.mark.parametrize("packing, counts", [("none", "3 of 5"), ("concat", "2 of 4"), ("best_fit", "2 of 4")])

@@ -31,7 +31,8 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: 
         try:
             ids, labels = tokenize_conversation(parts, own_tools, encoder, train_on)
         except Exception as error:  # A chat template may refuse a conversation.
-            raise LookupError(number, f"{type(error).__name__}: {error}") from error
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # That is said by this file.
+            raise LookupError(number, f"{kind}{error}") from error
         rows["input_ids"].append(ids)
         rows["labels"].append(labels)
     return rows
@@ -88,14 +89,11 @@ def tokenize_turns(
 
 
 def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text is the same without tools, their calls, thoughts, or the turns of an unusual role.
+    """Raises ValueError if the text is the same without a message, tools, their calls or thoughts.
 
-    Some templates know none. Of a role that is misspelled, they would leave out what is said, without a word.
+    Some templates know no tools or thoughts. Many leave out a message whose role they do not know.
     """
-    unwritten = []
-    for role in sorted({str(turn["role"]) for turn in turns} - set(ROLES.values())):
-        if rendered([turn for turn in turns if str(turn["role"]) != role], encoder, tools) == text:
-            unwritten.append(f"the role {role!r} (misspelled?)")
+    unwritten = unwritten_message(text, turns, encoder, tools)
     if tools and rendered(turns, encoder) == text:
         unwritten.append("tools")
     if any(turn.get("tool_calls") for turn in turns):
@@ -106,6 +104,19 @@ def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tool
     if unwritten:
         what = " and ".join(unwritten)
         raise ValueError(f"the chat template does not write {what}; name another in data.chat_template")
+
+
+def unwritten_message(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
+    """The first message that the template leaves out, if any."""
+    end = 0
+    for number, turn in enumerate(turns):
+        said = (turn.get("content") or "").strip()
+        begin = text.find(said, end)
+        end = max(end, begin + len(said))
+        is_found = begin >= 0 and turn["role"] in ROLES.values()  # Then it need not be rendered once more.
+        if not is_found and rendered(turns[:number] + turns[number + 1 :], encoder, tools) == text:
+            return [f"message {number}, counted from 0, whose role is {turn['role']!r}"]
+    return []
 
 
 def unwritten_thoughts(turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
