@@ -89,7 +89,7 @@ def tokenize_turns(
 
 
 def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text is the same without a message, tools, their calls or thoughts.
+    """Raises ValueError if the text has nothing of a message, or is the same without tools, their calls or thoughts.
 
     Some templates know no tools or thoughts. Many leave out a message whose role they do not know.
     """
@@ -107,14 +107,15 @@ def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tool
 
 
 def unwritten_message(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
-    """The first message that the template leaves out, if any."""
+    """The first message whose content the template leaves out, if any."""
     end = 0
     for number, turn in enumerate(turns):
         said = (turn.get("content") or "").strip()
         begin = text.find(said, end)
         end = max(end, begin + len(said))
-        is_found = begin >= 0 and turn["role"] in ROLES.values()  # Then it need not be rendered once more.
-        if not is_found and rendered(turns[:number] + turns[number + 1 :], encoder, tools) == text:
+        if not said or (begin >= 0 and turn["role"] in ROLES.values()):  # It need not be rendered once more.
+            continue
+        if rendered([*turns[:number], turn | {"content": f".{said}."}, *turns[number + 1 :]], encoder, tools) == text:
             return [f"message {number}, counted from 0, whose role is {turn['role']!r}"]
     return []
 
