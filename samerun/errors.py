@@ -66,7 +66,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def name_place(error: BaseException, place: Path) -> None:
-    """Let the error of a full disk say where that is. One that a write has met does not."""
+    """Let the error of a full disk say where that is. The error of a write does not."""
     failure = original(error)
     if is_full(failure) and not failure.filename:
         failure.filename = str(place)

@@ -357,6 +357,25 @@ def test_a_turn_that_a_template_does_not_write(made, tmp_path, number, role):
         made([row], chat_template=str(tmp_path / "template"))
 
 
+@pytest.mark.parametrize("template", ["llama3_1.jinja", "gptoss_training.jinja"])
+def test_what_is_said_beside_a_call(made, template):
+    """These templates write the call alone, at least once a later turn has the answer."""
+    row = with_call(ARGUMENTS, None)
+    row["messages"][1]["content"] = "I look."
+    [pieces] = made([row], template)
+    assert "weather" in "".join(pieces) and "I look." not in "".join(pieces)
+
+
+def test_a_prompt_that_is_written_with_its_completion(made, tmp_path):
+    """The system's words are a part of the first user's turn, which is in the completion."""
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ messages[0].content }} {% endif %}"
+    template += "{% if m.role != 'system' %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+    (tmp_path / "template").write_text(template + "{% endfor %}")
+    first, *others = chat(("system", "s"), ("user", "a"), ("assistant", "b"))["messages"]
+    [pieces] = made([{"prompt": [first], "completion": others}], chat_template=str(tmp_path / "template"))
+    assert "".join(pieces).startswith("s user: aassistant: b")
+
+
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_thoughts_that_a_template_does_not_write(made, tmp_path, name):
     """Also where it has the word. Those of earlier turns may be left out, and one of two names may be unknown."""

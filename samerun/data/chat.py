@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from samerun.data.encode import Encoder
 from samerun.data.order import running_sum
+from samerun.errors import UserError
 
 # The roles of chat templates, and what they are called in ShareGPT's messages of from and value.
 ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
@@ -19,6 +20,7 @@ ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # The keys of a message by which programs name them.
 INSTEAD_OF_CONTENT = "tool_calls", *THOUGHTS  # What an assistant's turn may have.
+WEIGHTS = "train", "weight"  # The keys that say whether a message is learned.
 TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
 
 
@@ -31,7 +33,8 @@ def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: 
         try:
             ids, labels = tokenize_conversation(parts, own_tools, encoder, train_on)
         except Exception as error:  # A chat template may refuse a conversation.
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # That is said by this file.
+            is_ours = isinstance(error, UserError) or type(error) is ValueError  # Nearly all of these.
+            kind = "" if is_ours else f"{type(error).__name__}: "
             raise LookupError(number, f"{kind}{error}") from error
         rows["input_ids"].append(ids)
         rows["labels"].append(labels)
@@ -50,7 +53,10 @@ def tokenize_conversation(parts: list, tools: Any, encoder: Encoder, train_on: s
     labels = [token if learned else -100 for token, learned in zip(ids, is_learned)]
     if len(parts) == 1:
         return ids, labels
-    prompt, _ = tokenize_turns(turns, encoder, schemas)
+    if not turns:
+        raise ValueError("its prompt has no messages")
+    text, _ = render([without(turn, *WEIGHTS) for turn in turns], encoder, schemas)
+    prompt, _, _ = encoder.conversation(text)
     start = common_length(ids, prompt)
     if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
         raise ValueError("the chat template changes the prompt if more follows; end it with the user")
@@ -77,7 +83,7 @@ def tokenize_turns(
     learned = [number for number in speaks if is_to_learn(turns[number])]
     if train_on == "last":
         learned = [number for number in learned if number == speaks[-1]]
-    turns = [without(turn, "train", "weight") for turn in turns]
+    turns = [without(turn, *WEIGHTS) for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
     check_written(text, turns, encoder, tools)
     is_said = np.zeros(len(text), bool)
@@ -89,7 +95,7 @@ def tokenize_turns(
 
 
 def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> None:
-    """Raises ValueError if the text has nothing of a message, or is the same without tools, their calls or thoughts.
+    """Raises ValueError if the text lacks the content of a message, or is the same without tools, calls or thoughts.
 
     Some templates know no tools or thoughts. Many leave out a message whose role they do not know.
     """
@@ -107,13 +113,14 @@ def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tool
 
 
 def unwritten_message(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
-    """The first message whose content the template leaves out, if any."""
+    """The first message whose content the template leaves out, if any. Of one that calls a tool, many write no more."""
     end = 0
     for number, turn in enumerate(turns):
         said = (turn.get("content") or "").strip()
         begin = text.find(said, end)
-        end = max(end, begin + len(said))
-        if not said or (begin >= 0 and turn["role"] in ROLES.values()):  # It need not be rendered once more.
+        end = begin + len(said) if begin >= 0 else end
+        is_found = begin >= 0 and turn["role"] in ROLES.values()  # Then it need not be rendered again.
+        if not said or is_found or any(turn.get(name) for name in INSTEAD_OF_CONTENT):
             continue
         if rendered([*turns[:number], turn | {"content": f".{said}."}, *turns[number + 1 :]], encoder, tools) == text:
             return [f"message {number}, counted from 0, whose role is {turn['role']!r}"]
@@ -138,7 +145,7 @@ def without(turn: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def is_to_learn(turn: dict[str, Any]) -> bool:
     """What its keys train and weight say, if there are any. One of them is enough to leave it out."""
-    weights = [turn[name] for name in ("train", "weight") if name in turn]
+    weights = [turn[name] for name in WEIGHTS if name in turn]
     for weight in weights:
         if weight not in (0, 1):
             raise ValueError(f"a message has the weight {weight!r}; 0 leaves it out of the loss, and 1 does not")

@@ -196,7 +196,7 @@ class Collectives(TorchDispatchMode):
 
 def held_bytes() -> int:
     """Of the floating-point tensors of this process, each storage once. Weights that FSDP2 has freed have size 0."""
-    time.sleep(0.2)  # A thread of gloo lets go of what it has reduced a moment after the step went on.
+    time.sleep(0.2)  # A thread of gloo lets go of what it has reduced a moment after the step has ended.
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
