@@ -376,6 +376,13 @@ def test_a_prompt_that_is_written_with_its_completion(made, tmp_path):
     assert "".join(pieces).startswith("s user: aassistant: b")
 
 
+def test_a_prompt_without_messages(made):
+    first, *others = chat(*TALK)["messages"]
+    rows = [{"prompt": prompt, "completion": others} for prompt in ([first], [])]
+    with pytest.raises(UserError, match="row 1, counted from 0: its prompt has no messages"):
+        made(rows, chat_template=CHATML)
+
+
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_thoughts_that_a_template_does_not_write(made, tmp_path, name):
     """Also where it has the word. Those of earlier turns may be left out, and one of two names may be unknown."""

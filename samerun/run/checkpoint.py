@@ -168,9 +168,9 @@ def note_in_checkpoint(folder: Path, keep: int, progress: dict[str, Any]) -> Non
     """Note in the complete checkpoint of a step what has become known since, such as its evaluation loss."""
     if is_main_process():
         checkpoint = folder / checkpoint_name(progress["step"])
-        path, outside = checkpoint / "manifest.json", folder / f".{checkpoint.name}.tmp"
-        # The checkpoint may be copied at any moment. A link may lead to another disk.
-        draft = None if checkpoint.is_symlink() else outside
+        path = checkpoint / "manifest.json"
+        # Outside, because the checkpoint may be copied at any moment. But a link may lead to another disk.
+        draft = None if checkpoint.is_symlink() else folder / f".{checkpoint.name}.tmp"
         replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2), draft=draft)
         delete_old(folder, keep, progress)
 
