@@ -496,6 +496,30 @@ case(
     "human, gpt",
     make=jsonl(*[{"messages": [{"from": name, "value": "a"}]} for name in ("gpt", "gpt", "gpt", "alien")]),
 )
+SAID = '{"messages": [{"from": "gpt", "value": "a"}]}'
+case(
+    "unknown speaker in one of several files",
+    TEMPLATE | {"data.files": "TMP/many", "data.eval_fraction": 0.5},
+    "messages",
+    "row 1, counted from 0, of TMP/many/2.jsonl: ",
+    "'alien'",
+    make=files(f"{SAID}\n{SAID}\n{SAID}", "", f"{SAID}\n{SAID.replace('gpt', 'alien')}\n{SAID}"),
+)
+case(
+    "null in one of several files",
+    {"data.files": "TMP/many"},
+    "1 of 5 rows are null in 'text'",
+    "the first is row 0, counted from 0, of TMP/many/1.jsonl",
+    make=files('{"text": "a"}\n' * 3, '{"text": null}\n{"text": "a"}'),
+)
+case(
+    "labels of other length in one of several files",
+    TOKENS | {"data.files": "TMP/many"},
+    "differ in length in row 1, counted from 0, of TMP/many/1.jsonl",
+    make=files(
+        '{"input_ids": [1], "labels": [1]}', '{"input_ids": [], "labels": []}\n{"input_ids": [1], "labels": []}'
+    ),
+)
 case(
     "chat that its template refuses",
     TEMPLATE | {"data.chat_template": "DATA/strict.jinja"},

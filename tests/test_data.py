@@ -293,7 +293,9 @@ def test_what_is_no_text_is_not_learned(tmp_path, other):
     for name, text in ("a", "x"), ("b", other):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
     config = Data(files=str(tmp_path))
-    told = re.escape(f"data.column: 'text' holds {json.dumps(other)} in row 1, counted from 0, not text")
+    told = re.escape(
+        f"data.column: 'text' holds {json.dumps(other)} in row 0, counted from 0, of {tmp_path}/b.jsonl, not text"
+    )
     with pytest.raises(UserError, match=told):
         load_documents(config)
 

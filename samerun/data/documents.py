@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import datasets
 import numpy as np
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 from samerun.config import Data
 from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
-from samerun.data.sources import load_source
+from samerun.data.sources import load_source, place_of_row
 from samerun.data.text_files import JSON
 from samerun.errors import UserError, as_user_error, require, say
 
@@ -71,12 +72,12 @@ def load_documents(config: Data, note: Callable[[str], None] = say) -> datasets.
     if unread:  # Among them may be one that somebody counts on.
         note(f"columns read: {', '.join(columns)}; not read: {', '.join(unread)}.")
     documents = documents.select_columns(columns)
-    check_types(documents, config.format)
+    check_types(documents, config)
     if config.format != "tokens":
         check_encoding(documents)
     elif "labels" in columns:
-        check_labels(documents)
-    documents = without_nulls(documents, config.drop_nulls, note)
+        check_labels(documents, config)
+    documents = without_nulls(documents, config, note)
     require(len(documents), "data: there are no documents")
     return documents
 
@@ -106,23 +107,23 @@ def choose_columns(found: list[str], config: Data) -> list[str]:
     raise UserError(f"data.column: no column {known}; the data has {', '.join(found)}")
 
 
-def check_types(documents: datasets.Dataset, format: str) -> None:
+def check_types(documents: datasets.Dataset, config: Data) -> None:
     names = [name for name in documents.column_names if name != TOOLS]
     # A prompt and its completion may be a text each.
-    wanted = [format, "text"] if format == "chat" and len(names) == 2 else [format]
+    wanted = ["chat", "text"] if config.format == "chat" and len(names) == 2 else [config.format]
     for name in names:
         values = documents.data.column(name)
-        held, formats = kind_of(values, wanted)
+        held, formats = kind_of(values, wanted, partial(place_of_row, documents, config))
         advice = f"; that is data.format {formats[0]}" if formats else ""
         if "timestamp" in held:
             advice = "; datasets takes texts of the Hub's .jsonl for times if all are dates: save them as .parquet"
         of_type = any(kind in wanted for kind in formats)
-        require(of_type, f"data.column: {name!r} holds {held}, not {FORMATS[format].words}{advice}")
-        whole = format != "tokens" or pc.list_flatten(values).null_count == 0
+        require(of_type, f"data.column: {name!r} holds {held}, not {FORMATS[config.format].words}{advice}")
+        whole = config.format != "tokens" or pc.list_flatten(values).null_count == 0
         require(whole, f"data.column: {name!r} holds null among the tokens of a row")
 
 
-def kind_of(values: pa.ChunkedArray, wanted: list[str]) -> tuple[str, list[str]]:
+def kind_of(values: pa.ChunkedArray, wanted: list[str], place_of: Callable[[int], str]) -> tuple[str, list[str]]:
     """What a column holds, and the formats that take it. Of JSON, the first value that no wanted one takes."""
     if values.type != JSON:
         held = str(values.type)
@@ -134,7 +135,7 @@ def kind_of(values: pa.ChunkedArray, wanted: list[str]) -> tuple[str, list[str]]
         return "", wanted
     text = texts[row].as_py()
     formats = [format for format, known in FORMATS.items() if re.match(known.json, text)]
-    return f"{text:.60} in row {row}, counted from 0", formats
+    return f"{text:.60} in {place_of(row)}", formats
 
 
 def check_encoding(documents: datasets.Dataset) -> None:
@@ -147,14 +148,16 @@ def check_encoding(documents: datasets.Dataset) -> None:
             first += len(part)
 
 
-def check_labels(documents: datasets.Dataset) -> None:
+def check_labels(documents: datasets.Dataset, config: Data) -> None:
     """Raises UserError unless each token has a label."""
     lengths = [pc.list_value_length(values) for values in documents.data.columns]
     differ = pc.fill_null(pc.not_equal(*lengths), False).to_numpy()
-    require(not differ.any(), f"data: input_ids and labels differ in length in row {differ.argmax()}, counted from 0")
+    if differ.any():
+        place = place_of_row(documents, config, differ.argmax())
+        raise UserError(f"data: input_ids and labels differ in length in {place}")
 
 
-def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str], None]) -> datasets.Dataset:
+def without_nulls(documents: datasets.Dataset, config: Data, note: Callable[[str], None]) -> datasets.Dataset:
     """The documents that are not null, such as an empty cell of a .csv. Raises UserError unless they are to go."""
     names = [name for name in documents.column_names if name != TOOLS]
     columns = [documents.data.column(name) for name in names]
@@ -162,8 +165,8 @@ def without_nulls(documents: datasets.Dataset, drop: bool, note: Callable[[str],
         return documents
     is_null = np.any([pc.is_null(values) for values in columns], axis=0)
     found = f"{is_null.sum():,} of {len(documents):,} rows are null in {' or '.join(map(repr, names))}"
-    first = f"the first is row {is_null.argmax()}, counted from 0"
-    require(drop, f"data.column: {found}; {first}. To leave them out: data.drop_nulls: true")
+    first = f"the first is {place_of_row(documents, config, is_null.argmax())}"
+    require(config.drop_nulls, f"data.column: {found}; {first}. To leave them out: data.drop_nulls: true")
     note(f"{found}, and left out.")
     return take(documents, np.flatnonzero(~is_null))
 

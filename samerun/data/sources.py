@@ -26,6 +26,8 @@ from samerun.data.stdlib_chats import write_stdlib_chats
 from samerun.errors import as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
+datasets.config.SAVE_ORIGINAL_SHARD_LENGTHS = True  # For place_of_row().
+
 
 def list_files(patterns: list[str]) -> list[str]:
     """The files that the patterns name, each of them once, without those of !patterns."""
@@ -159,6 +161,17 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
             builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
         return read(builder, source.split)
+
+
+def place_of_row(documents: datasets.Dataset, source: Source, row: int) -> str:
+    """Where the user finds a row of load_source(): its number, and the file if there are several."""
+    files = list_files(source.files)
+    lengths = documents.info.splits["train"].original_shard_lengths if len(files) > 1 else None
+    if lengths and len(lengths) == len(files):  # An archive may hold several files.
+        ends = list(itertools.accumulate(lengths))
+        number = bisect.bisect(ends, row)
+        return f"row {row - ends[number] + lengths[number]}, counted from 0, of {files[number]}"
+    return f"row {row}, counted from 0"
 
 
 def load_saved(folders: dict[str, str], split: str) -> datasets.Dataset:

@@ -21,6 +21,7 @@ from samerun.config import Data
 from samerun.data.chat import common_length, tokenize_chat
 from samerun.data.documents import kept_rows
 from samerun.data.encode import Encoder, number_of_ids
+from samerun.data.sources import place_of_row
 from samerun.data.text_files import exact_json
 from samerun.early import CORES
 from samerun.errors import UserError, as_user_error, require, say
@@ -175,7 +176,7 @@ def tokenize_part(
             raise
         rows = kept_rows(part)
         row = edges[number] + at if rows is None else rows[at]
-        raise UserError(f"row {row}, counted from 0: {why[0]}") from error
+        raise UserError(f"{place_of_row(documents, config, row)}: {why[0]}") from error
     note_files(file.with_suffix(".json"), [file])
     return len(part)
 
