@@ -344,6 +344,17 @@ def test_other_weights_are_another_run(tmp_path):
     assert "data.sources.web.weight: 0.5 in the checkpoint, 0.6 now" in done.output
 
 
+def test_a_run_with_other_weights_says_where_its_sources_go_on(tmp_path):
+    """Of 60 rows, 18 are of code, 12 of math and 30 of web. By the new weights 30, 10 and 20 would be."""
+    config, _ = mixed_config(tmp_path)
+    run(tmp_path, config, "--run.max_steps", 6)
+    weights = "--data.sources.web.weight", 0.2, "--data.sources.math.weight", 0.1
+    allowed = *weights, "--run.allow_changes", "[data.sources]"
+    done = run(tmp_path, config, *allowed, "--run.max_steps", 8)
+    assert "rows: code after row 30, not 18; math after row 10, not 12; web after row 20, not 30." in done.output
+    assert "repeats rows" not in run(tmp_path, config, *allowed, "--run.max_steps", 9).output
+
+
 A = {"path": "x", "weight": 1}
 
 

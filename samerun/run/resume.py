@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     say_if_rows_do_not_follow(setup, progress)
+    say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
@@ -191,6 +193,26 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
             f"{next_row:,} rows of the stream. To go on with the next row, list the steps so far in batch.warmup, and "
             "name that in run.allow_changes."
         )
+
+
+def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """With other weights than before, which run.allow_changes may let pass, each source goes on where it would be if it
+    had had them from the start."""
+    before, now = rows_of_sources(rows, theirs), rows_of_sources(rows, ours)
+    moves = [f"{name} after row {now[name]:,}, not {before.get(name, 0):,}" for name in now]
+    moved = [told for name, told in zip(now, moves) if now[name] != before.get(name, 0)]
+    if before and moved:
+        say(
+            "Earlier steps had other weights. Each source goes on where these would have brought it, and so leaves out "
+            f"or repeats rows: {'; '.join(moved)}."
+        )
+
+
+def rows_of_sources(rows: int, config: dict[str, Any]) -> dict[str, int]:
+    """How many of so many rows of a mixture are of each source, by a flattened config."""
+    found = {name: re.fullmatch(r"data\.sources\.([\w-]+)\.weight", name) for name in config}
+    weights = {match[1]: Fraction(str(config[name])) for name, match in found.items() if match}
+    return {name: int(rows * weight / sum(weights.values())) for name, weight in weights.items()}
 
 
 def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Path, dict] | None) -> bool:

@@ -94,6 +94,7 @@ def sources(house: House) -> None:
     house.drop_statements("add_up_terms", "source_ends")
     house.drop_parameter("add_up_terms", "source_ends")
     house.drop_field("MicroBatch.source_ends")
+    house.drop_definition("say_if_sources_do_not_follow")
     house.drop_definition("Mixture")
     house.replace("Data.has_chats", "any(source.format == 'chat' for source in (self.sources or {}).values())", "False")
     house.drop_setting("data.sources", None)
