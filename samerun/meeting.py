@@ -40,6 +40,7 @@ class Meeting:
         self.store: dist.Store | None = None
         self.rounds = 0
         self.stopped_by = ""  # What has stopped this rank, for those that wait for it.
+        self.note_loss: Callable[[str], None] = lambda reason: None  # Until RunFolder has written down what it knows.
         self.ended = threading.Event()
         self.pulse = threading.Thread(target=self.say_alive, daemon=True)
         if os.environ.keys() >= set(OF_A_LAUNCH) and number_in("WORLD_SIZE") > 1:
@@ -77,6 +78,8 @@ class Meeting:
     def leave(self, kind: type | None, error: BaseException | None) -> LostRank | Stopped | None:
         """Returns a better reason than the error, if there is one."""
         lost = self.named_loss(error) if error else None
+        if isinstance(lost, LostRank):
+            self.note_loss(one_line(lost))
         status, why = 1, "it has ended before the others"
         if self.stopped_by:
             status, why = 0, self.stopped_by
@@ -102,9 +105,9 @@ class Meeting:
         is_named = isinstance(error, LostRank) or not is_lost_rank(error)
         if is_named or self.is_on_one_node or is_elastic():
             return None
-        others = range(1, self.size) if self.rank == 0 else [0]  # The main process asks for all.
-        with suppress(RuntimeError):  # The store may be gone.
-            before = {rank: self.last_said(rank) for rank in others}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            before = self.all_said(others)
             end = time.monotonic() + 1.5 * self.pulse_seconds
             while time.monotonic() < end:
                 if self.store.check(["left/first"]):
@@ -112,11 +115,12 @@ class Meeting:
                     host, status, why = self.left_by(rank)
                     return LostRank(f"rank {rank} on {host} does not go on: {why}") if status else Stopped(why)
                 time.sleep(0.25)
-            silent = [rank for rank in others if self.last_said(rank) == before[rank] and not self.left_by(rank)[2]]
-            if silent:
-                names = ", ".join(self.name_of(rank, before[rank]) for rank in silent[:8])
-                return LostRank(f"no answer from {names}: {one_line(error)}")
-        return None
+            now = self.all_said(others)
+            silent = [rank for rank in others if now[rank] == before[rank] and not self.left_by(rank)[2]]
+            names = ", ".join(self.name_of(rank, before[rank]) for rank in silent[:8])
+        except RuntimeError:  # The store has gone with the main process.
+            names = "rank 0"
+        return LostRank(f"no answer from {names}: {one_line(error)}") if names else None
 
     @property
     def is_on_one_node(self) -> bool:
@@ -126,6 +130,13 @@ class Meeting:
         """When and where a rank was alive, as it has said it last."""
         key = f"alive/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def all_said(self, ranks: list[int]) -> dict[int, str]:
+        """last_said() of each, in a single question if all have come: many ranks may ask at a time."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        if self.store.check(keys):
+            return {rank: said.decode() for rank, said in zip(ranks, self.store.multi_get(keys))}
+        return {rank: self.last_said(rank) for rank in ranks}
 
     def name_of(self, rank: int, said: str) -> str:
         """The rank, with its host if it has ever come."""

@@ -5,6 +5,7 @@ Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32,
 
 import re
 import subprocess
+import time
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -237,6 +238,25 @@ def test_two_machines(runs, config, tmp_path):
     output = finish(*start_machines(tmp_path, config, processes=4))
     assert output.count("nearest_even") == 1  # Only the main process of the first machine speaks.
     assert_same(Done(0, output, tmp_path / "run"), runs(None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost, rank", [(0, 0), (1, 2)])
+def test_a_machine_that_is_lost(config, tmp_path, lost, rank):
+    """Of two ranks each. It is named, also in status.json if the main process goes on, which no other rank silences."""
+    endless = "--run.max_steps", 100_000, "--run.timeout_minutes", 0.2
+    machines = start_machines(tmp_path, config, *endless, processes=4)
+    done = Done(0, "", tmp_path / "run")
+    while not (done.folder / "metrics.jsonl").exists() or not done.losses:
+        assert all(machine.poll() is None for machine in machines)
+        time.sleep(0.1)
+    kill_tree(machines[lost])
+    output = finish(*machines, fails=True)
+    said = re.findall("^error: .*", output, re.M)
+    assert said and all(line.startswith(f"error: no answer from rank {rank}") for line in said), output
+    if lost:
+        assert len(said) == 1 and done.status["status"] == "failed"
+        assert done.status["reason"].startswith("no answer from rank 2 on ")
 
 
 @pytest.mark.slow

@@ -80,6 +80,7 @@ class RunFolder:
         elif is_main_process():
             if error and self.logged_step is not None:
                 self.say_failed(one_line(original(error)) or kind.__name__)
+                self.meeting.note_loss = self.say_failed  # It will ask which rank is lost.
             with suppress(OSError):  # A parent may hold another run by now.
                 if self.new_folders and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()

@@ -304,7 +304,9 @@ def report(error: BaseException) -> int:
         # the same error, and the main process may be late. What it has said already is not said again.
         is_said = not is_main_process() and (isinstance(error, AgreedError) or getattr(error, "is_said", False))
         is_early = not (is_said or dist.is_initialized())
-        time.sleep(15 if lost or is_early else 5)
+        seconds = 15 if lost or is_early else 5
+        # With this rank, its launcher would end the main process on the same host, which speaks after 15 s.
+        time.sleep(30 if lost and is_said else seconds)
     if isinstance(error, torch.OutOfMemoryError):
         advice = "if no step was made, the model does not fit: shard it, see --plan"
         error = MemoryError(f"out of memory outside of the passes of a step ({one_line(error)}); {advice}")
