@@ -1087,6 +1087,12 @@ case(
     "DATA/model is a model, and no checkpoint",
     "model.pretrained",
 )
+case(
+    "init_from of an exported adapter",
+    {"run.init_from": "TMP/model"},
+    "TMP/model is an exported adapter; give a checkpoint of its run",
+    make=adapter,
+)
 case("init_from missing", {"run.init_from": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case(
     "init_from of a run that began with other weights",

@@ -35,7 +35,8 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     with as_user_error(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
         if name:
             is_adapter = transformers.utils.find_adapter_config_file(name) is not None
-            require(not is_adapter, "it is a LoRA adapter; merge it into its model, or continue it by run.init_from")
+            advice = "merge it into its model, or continue a checkpoint of its run by run.init_from"
+            require(not is_adapter, f"it is a LoRA adapter; {advice}")
             remote = config.model.trust_remote_code
             found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote)
         else:
