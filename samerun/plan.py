@@ -113,7 +113,8 @@ def pipeline_bubble(config: Model, plan: Plan) -> float:
     """
     ranks, rows, micro_steps = config.pipeline_ranks, plan.global_batch_size, plan.grad_accum_steps
     needed = ranks * plan.data_parallel_size
-    require(rows >= needed, f"model.pipeline_ranks {ranks}: needs at least {needed} rows in a step, and has {rows}")
+    needs = f"needs at least {needed} rows in a step of {plan.num_processes} processes, and has {rows}"
+    require(rows >= needed, f"model.pipeline_ranks {ranks}: {needs}")
     if config.pipeline_schedule == "Interleaved1F1B":
         fits = micro_steps % (micro_steps // ranks) == 0  # torch makes so many rounds, of the same length.
         advice = "choose 1F1B, or another batch.max_micro_batch_size"

@@ -100,7 +100,7 @@ def test_bubble_of_a_pipeline(schedule, passes, share):
     "rows, message",
     [
         (9, "9 passes cannot be interleaved among 4 ranks; choose 1F1B"),
-        (3, "model.pipeline_ranks 4: needs at least 4 rows in a step, and has 3"),
+        (3, "model.pipeline_ranks 4: needs at least 4 rows in a step of 4 processes, and has 3"),
     ],
 )
 def test_plans_that_do_not_suit_a_pipeline(rows, message):
