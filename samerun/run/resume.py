@@ -199,17 +199,17 @@ def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[s
     """With other weights than before, which run.allow_changes may let pass, each source goes on where it would be if it
     had had them from the start."""
     before, now = rows_of_sources(rows, theirs), rows_of_sources(rows, ours)
-    moves = [f"{name} after row {now[name]:,}, not {before.get(name, 0):,}" for name in now]
-    moved = [told for name, told in zip(now, moves) if now[name] != before.get(name, 0)]
+    moved = [name for name in now if now[name] != before.get(name, 0)]
     if before and moved:
+        moves = "; ".join(f"{name} after about {now[name]:,} rows, not {before.get(name, 0):,}" for name in moved)
         say(
-            "Earlier steps had other weights. Each source goes on where these would have brought it, and so leaves out "
-            f"or repeats rows: {'; '.join(moved)}."
+            "Earlier steps had other weights. Each source goes on where the new ones would have brought it, and so "
+            f"leaves out or repeats rows: {moves}."
         )
 
 
 def rows_of_sources(rows: int, config: dict[str, Any]) -> dict[str, int]:
-    """How many of so many rows of a mixture are of each source, by a flattened config."""
+    """How many of so many rows of a mixture are of each source, by a flattened config, to within a block."""
     found = {name: re.fullmatch(r"data\.sources\.([\w-]+)\.weight", name) for name in config}
     weights = {match[1]: Fraction(str(config[name])) for name, match in found.items() if match}
     return {name: int(rows * weight / sum(weights.values())) for name, weight in weights.items()}
