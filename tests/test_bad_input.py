@@ -888,7 +888,31 @@ case(
     "batch.max_micro_batch_size: 1",
     "data.sequence_length to at most 16",
 )
-case("lora target", {"model.lora.target_modules": ["nope_proj"]}, "model", "nope_proj", "target modules")
+case("lora target", {"model.lora.target_modules": ["q_proj", "nope_proj"]}, "model.lora: target_modules", "nope_proj")
+case(
+    "lora saves no such layer",
+    {"model.lora": {"target_modules": ["q_proj"], "modules_to_save": "lm_hed"}},
+    "model.lora: modules_to_save",
+    "lm_hed",
+    "leave it out",
+)
+case(
+    "lora of no number",
+    {"model.lora": {"target_modules": "all-linear", "lora_alpha": "x"}},
+    "model.lora: TypeError",
+)
+case(
+    "lora that is not trained",
+    {"model.lora": {"target_modules": "all-linear", "inference_mode": True}},
+    "model.lora",
+    "leave out inference_mode",
+)
+case(
+    "lora times 0",
+    {"model.lora": {"target_modules": "all-linear", "lora_alpha": 0}},
+    "model.lora",
+    "a lora_alpha of 0",
+)
 case(
     "lora without targets",  # Those of an Olmo are not known to peft.
     architecture(model_type="olmo2") | {"model.lora": {}},

@@ -224,10 +224,29 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
     """Adapters as peft makes them, and trained embeddings of `new_tokens`, which nothing has trained so far."""
     import peft  # Not at the top of the file, because it takes long.
 
-    lora = {"task_type": "CAUSAL_LM", **lora}
-    if new_tokens:
-        lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
-    return peft.get_peft_model(model, peft.LoraConfig(**lora))
+    layers = [f".{name}" for name, _ in model.named_modules(remove_duplicate=False)]
+    with as_user_error("model.lora"):
+        lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
+        if new_tokens:
+            lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
+        found = peft.LoraConfig(**lora)
+        adapted = peft.get_peft_model(model, found)
+        check_lora(lora, found, layers)
+    learns = lora.get("lora_alpha") != 0 and any(weight.requires_grad for weight in adapted.parameters())
+    require(learns, "model.lora: it would learn nothing; leave out inference_mode, and a lora_alpha of 0")
+    return adapted
+
+
+def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
+    """Raises UserError for a name that peft has found among no layers, and would leave out without a word.
+
+    In `found`, its own config, it has translated the names that the layers of mixtures had in earlier transformers.
+    """
+    for setting, start in ("target_modules", "."), ("modules_to_save", ""):  # Of these, peft takes the end of a name.
+        given = [] if isinstance(lora.get(setting), str) else lora.get(setting) or []
+        names = [name for name in given if name in getattr(found, setting)]
+        unknown = [name for name in names if not any(layer.endswith(f"{start}{name}") for layer in layers)]
+        require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
 
 
 def rows_of_tokens(model: torch.nn.Module, lora: dict[str, Any], tokens: Sequence[int]) -> dict[str, list[int]] | None:
