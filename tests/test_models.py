@@ -582,12 +582,14 @@ def test_a_chunked_loss_is_refused_where_it_is_another(monkeypatch):
     assert model.forward is with_more and model.model is model.get_decoder()
 
 
-def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path):
-    """The usual end of a Llama is token 2. The bytes tokenizer ends texts with 1 and pads with 0."""
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path, family):
+    """The usual end of a Llama is token 2, and a Phi-3 pads with a token that the vocabulary does not have. The bytes
+    tokenizer ends texts with 1 and pads with 0."""
     config = tiny_config(tmp_path)
     text = write_rows(tmp_path / "texts", [{"text": "abc"}] * 20)
     config["data"] = {"path": str(text), "sequence_length": 24, "packing": "none", "eval_source": {"path": str(text)}}
-    config["model"] = {"architecture": {"model_type": "llama", **SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 9}}
+    config["model"] = {"architecture": {"model_type": family, **SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 9}}
     del config["model"]["architecture"]["pad_token_id"]
     config["eval"] = {"prompts": "a", "temperature": 0.0}
     done = run(tmp_path, config)
