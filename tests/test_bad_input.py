@@ -571,6 +571,18 @@ case(
 case("too large a token", TOKENS, "[18446744073709551616] in row 0", make=jsonl({"input_ids": [2**64]}))
 case("a key twice", ROWS, "line 2: 'text' is there twice", make=jsonl({"text": "a"}, '{"text": "a", "text": "b"}'))
 case("labels for tokens", TOKENS | {"data.column": "labels"}, "labels, labels", make=jsonl({"labels": [1, 2]}))
+case(
+    "a role is a number",
+    TEMPLATE,
+    "row 1, counted from 0: a message has the role 5, which is no text",
+    make=jsonl({"messages": [USER]}, {"messages": [USER | {"role": 5}]}),
+)
+case(
+    "a message is from a list",
+    TEMPLATE,
+    "row 1, counted from 0: a message is from ['human'], which is none of human",
+    make=jsonl({"messages": [USER]}, {"messages": [{"from": ["human"], "value": "a"}]}),
+)
 case("a null message", TEMPLATE, "row 1", "no role", make=jsonl({"messages": [USER]}, {"messages": [USER, None]}))
 case("no messages", TEMPLATE, "row 1", "no messages", make=jsonl({"messages": [USER]}, {"messages": []}))
 case("messages are text", TEMPLATE, "data", "'messages'", "role", make=jsonl({"messages": "hello"}))

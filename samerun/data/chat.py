@@ -284,7 +284,7 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
             raise ValueError(f"a message is {turn!r:.60}; it has a role and a content")
         if "from" in turn:
             role = turn.pop("from")
-            if role not in ROLES:
+            if role not in list(ROLES):  # It may be a list, which cannot be looked up.
                 raise ValueError(f"a message is from {role!r}, which is none of {', '.join(ROLES)}")
             turn = present(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
         check_turn(turn)
@@ -301,7 +301,9 @@ def check_turn(turn: dict[str, Any]) -> None:
     if "role" not in turn:
         raise ValueError(f"a message has {', '.join(turn) or 'nothing'}, and no role")
     role, content = turn["role"], turn.get("content")
-    usual = str(role).strip().lower()
+    if not isinstance(role, str):
+        raise ValueError(f"a message has the role {role!r:.60}, which is no text")
+    usual = role.strip().lower()
     if role != usual and usual in ROLES.values():  # What such an assistant says would not be learned.
         raise ValueError(f"a message has the role {role!r}; write {usual!r}")
     if not isinstance(content, (str, list, type(None))):
