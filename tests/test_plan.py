@@ -794,6 +794,12 @@ def test_memory_of_a_host_for_a_class_of_ones_own():
         memory_of_host(2, architecture=LLAMA | {"model_type": OwnConfig.model_type})
 
 
+def test_memory_of_a_host_for_adapters_of_a_new_model():
+    """With model.lora, its class is one of peft. A rank still draws a layer at a time."""
+    memory = memory_of_host(2, lora={"r": 2, "target_modules": ["q_proj"]})
+    assert memory["start"] == pytest.approx(memory_of_host(2)["start"], rel=0.05)
+
+
 @pytest.mark.slow
 def test_memory_of_a_host_for_405_billion_parameters(monkeypatch):
     """As README says. A layer has 2 whole matrices and 2 of a 16th in its attention, 3 in its MLP, and 2 norms."""

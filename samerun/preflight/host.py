@@ -24,7 +24,8 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
     config, layout, lora = launch.config, launch.layout, launch.config.model.lora
     is_whole = (lora and starts_from_weights(lora)) or getattr(found, "quantization_config", None) is not None
     model = model_without_storage(config.model, found, found.get_text_config().num_hidden_layers)
-    is_whole |= not config.model.pretrained and not is_of_transformers(model)
+    plain = model if lora is None else model.get_base_model()
+    is_whole |= not config.model.pretrained and not is_of_transformers(plain)
     kinds = "quantized weights, of LoRA that starts from weights, and of new weights of a class of one's own"
     require(not is_whole, f"each rank builds the whole model of {kinds}")
     ranks = min(config.perf.ranks_per_host, launch.num_processes)
