@@ -186,6 +186,17 @@ def test_an_option_that_does_not_exist(tmp_path, option):
     assert os.path.exists(tmp_path / "a run" / "status.json")
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", '{"id": 7, "mlflow": null}'])
+def test_damaged_ids(tmp_path, damaged):
+    """Without them, a run has new ones, and goes on."""
+    config = config_of(tmp_path, "tensorboard")
+    (tmp_path / "a run").mkdir()
+    note = tmp_path / "a run" / "trackers.json"
+    note.write_text(damaged)
+    run(tmp_path, config)
+    assert re.fullmatch(r'{"id": "[0-9a-f]{32}"}\n', note.read_text())
+
+
 def test_a_tracker_that_fails(capsys):
     """The others get all, and the run goes on. That is said once."""
 

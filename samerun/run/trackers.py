@@ -83,8 +83,9 @@ def log_to_each(trackers: list[Any]) -> Callable:
 
 
 def read_ids(note: Path) -> dict[str, str]:
-    """What trackers.json holds; nothing for a new run, or for one that an earlier version of this script began."""
+    """What trackers.json holds; nothing for a new run, for one that an earlier version of this script began, or where
+    the file is damaged."""
     try:
-        return dict(json.loads(note.read_text()))
+        return {name: id for name, id in dict(json.loads(note.read_text())).items() if isinstance(id, str)}
     except (OSError, ValueError, TypeError):
         return {}
