@@ -45,8 +45,9 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             defaults = {name: value for name, value in defaults.items() if own_names.get(name) not in architecture}
             found = transformers.AutoConfig.for_model(**{**defaults, **architecture})
             text = found.get_text_config()
-            if "pad_token_id" not in architecture and (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
-                text.pad_token_id = None  # That of the family's own tokenizer, see use_special_tokens().
+            padding, size = (getattr(text, name, None) for name in ("pad_token_id", "vocab_size"))
+            if "pad_token_id" not in architecture and None not in (padding, size) and padding >= size:
+                text.pad_token_id = None  # It was that of the family's own tokenizer.
 
     check_architecture(architecture, found)
     check_is_loaded_again(found)
