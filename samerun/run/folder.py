@@ -18,6 +18,7 @@ from samerun.errors import (
     Stopped,
     UserError,
     as_user_error,
+    is_lost_rank,
     is_main_process,
     name_place,
     one_line,
@@ -80,7 +81,8 @@ class RunFolder:
         elif is_main_process():
             if error and self.logged_step is not None:
                 self.say_failed(one_line(original(error)) or kind.__name__)
-                self.meeting.note_loss = self.say_failed  # It will ask which rank is lost.
+                if is_lost_rank(error):  # The meeting will ask which one. Otherwise, a parent may use the folder again.
+                    self.meeting.note_loss = self.say_failed
             with suppress(OSError):  # A parent may hold another run by now.
                 if self.new_folders and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()
