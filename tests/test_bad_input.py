@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import time
+import zipfile
 from pathlib import Path
 
 import helpers
@@ -510,8 +511,20 @@ case(
     {"data.files": "TMP/many"},
     "1 of 5 rows are null in 'text'",
     "the first is row 0, counted from 0, of TMP/many/1.jsonl",
-    make=files('{"text": "a"}\n' * 3, '{"text": null}\n{"text": "a"}'),
+    make=files('{"text": "a"}\n' * 3, '{"text": null}\n{"text": "a"}', ""),
 )
+
+
+def archive(tmp, data):
+    """Of two files. After it is an empty one, so that there are two names, and two files with rows."""
+    (tmp / "many").mkdir()
+    (tmp / "many" / "1.jsonl").touch()
+    with zipfile.ZipFile(tmp / "many" / "0.jsonl.zip", "w") as packed:
+        packed.writestr("a.jsonl", '{"text": "a"}\n')
+        packed.writestr("b.jsonl", '{"text": null}\n')
+
+
+case("null in a file of an archive", {"data.files": "TMP/many"}, "the first is row 1, counted from 0.", make=archive)
 case(
     "labels of other length in one of several files",
     TOKENS | {"data.files": "TMP/many"},

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pandas as pd
@@ -25,8 +26,6 @@ from samerun.data import text_files
 from samerun.data.stdlib_chats import write_stdlib_chats
 from samerun.errors import as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
-
-datasets.config.SAVE_ORIGINAL_SHARD_LENGTHS = True  # For place_of_row().
 
 
 def list_files(patterns: list[str]) -> list[str]:
@@ -167,7 +166,8 @@ def place_of_row(documents: datasets.Dataset, source: Source, row: int) -> str:
     """Where the user finds a row of load_source(): its number, and the file if there are several."""
     files = list_files(source.files)
     lengths = documents.info.splits["train"].original_shard_lengths if len(files) > 1 else None
-    if lengths and len(lengths) == len(files):  # An archive may hold several files.
+    has_archive = any(kind in file.lower() for file in files for kind in ARCHIVES)  # It may hold several files.
+    if lengths and len(lengths) <= len(files) and not has_archive:  # Empty files at the end have no length.
         ends = list(itertools.accumulate(lengths))
         number = bisect.bisect(ends, row)
         return f"row {row - ends[number] + lengths[number]}, counted from 0, of {files[number]}"
@@ -349,7 +349,9 @@ def load_files(files: list[str]) -> datasets.Dataset:
 
 
 def read_files(builder: str, files: list[str]) -> datasets.Dataset:
-    return read(describe_files(builder, files), "train")
+    # For place_of_row(). Not for data of the Hub, in whose cache earlier versions of datasets do not understand it.
+    with mock.patch.object(datasets.config, "SAVE_ORIGINAL_SHARD_LENGTHS", True):
+        return read(describe_files(builder, files), "train")
 
 
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
