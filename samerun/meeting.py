@@ -118,8 +118,8 @@ class Meeting:
             now = self.all_said(others)
             silent = [rank for rank in others if now[rank] == before[rank] and not self.left_by(rank)[2]]
             names = ", ".join(self.name_of(rank, before[rank]) for rank in silent[:8])
-        except RuntimeError:  # The store has gone with the main process.
-            names = "rank 0"
+        except RuntimeError:  # The store has gone with the main process, or with torchrun beside it.
+            names = "rank 0" if self.rank else ""
         return LostRank(f"no answer from {names}: {one_line(error)}") if names else None
 
     @property

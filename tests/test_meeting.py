@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -227,6 +229,20 @@ def test_a_lost_rank_has_a_name(monkeypatch):
     with pytest.raises(LostRank, match="no answer from rank 1 on there: Connection closed"), Meeting(0.05) as meeting:
         meeting.store.set("alive/1", "1.0 there")
         raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("rank, told", [(0, "^Connection closed"), (1, "^no answer from rank 0: Connection closed")])
+def test_a_store_that_is_lost(monkeypatch, rank, told):
+    """It may be torchrun's. The main process does not miss itself."""
+    store = "torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    holder = f"import time, torch; store = {store}; print(store.port, flush=True); time.sleep(99)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as process:
+        port = process.stdout.readline().strip()
+        launched(monkeypatch, RANK=str(rank), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+        with pytest.raises(RuntimeError, match=told), Meeting(0.05):
+            process.kill()
+            process.wait()
+            raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize("status, why", [(0, "SIGTERM"), (1, "out of memory")])
