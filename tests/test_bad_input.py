@@ -927,8 +927,9 @@ case(
     "model.lora: TypeError",
 )
 case(
-    "lora that is not trained",
-    {"model.lora": {"target_modules": "all-linear", "inference_mode": True}},
+    "lora that is not trained",  # Only the biases are.
+    architecture(attention_bias=True)
+    | {"model.lora": {"target_modules": "all-linear", "inference_mode": True, "bias": "all"}},
     "model.lora",
     "leave out inference_mode",
 )

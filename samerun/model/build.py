@@ -236,8 +236,8 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
         found = peft.LoraConfig(**lora)
         adapted = peft.get_peft_model(model, found)
         check_lora(lora, found, layers)
-    learns = lora.get("lora_alpha") != 0 and any(weight.requires_grad for weight in adapted.parameters())
-    require(learns, "model.lora: it would learn nothing; leave out inference_mode, and a lora_alpha of 0")
+    learns = lora.get("lora_alpha") != 0 and not lora.get("inference_mode")
+    require(learns, "model.lora: its adapters would learn nothing; leave out inference_mode, and a lora_alpha of 0")
     return adapted
 
 
