@@ -561,6 +561,15 @@ def test_what_is_half_removed_is_no_checkpoint(whole, tmp_path, monkeypatch):
     assert done.checkpoints == ["step-00000006"] and same(done.weights, whole[1].weights)
 
 
+def test_a_checkpoint_with_settings_for_other_programs(whole, tmp_path):
+    """It is one all the same, and neither a model nor an adapter."""
+    done = helpers.run(tmp_path, whole[0])
+    for name in "config.json", "adapter_config.json":
+        (done.folder / "checkpoints" / done.checkpoints[-1] / name).write_text("{}")
+    output = helpers.run(tmp_path, whole[0]).output
+    assert "Finished already" in output and "passed over" not in output
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
     """Step 2 is saved no sooner than step 3 has begun; what is saved is the state after step 2 all the same."""
     begun, rate, write = threading.Event(), train.learning_rate_at, dcp.save

@@ -246,10 +246,10 @@ def check_files(folder: Path, files: list[tuple[str, list[int]]]) -> None:
 
 def read_manifest(folder: Path) -> dict:
     """Raises UserError if it is not one, or its folder no checkpoint."""
-    is_model = (folder / "config.json").is_file() and not (folder / "manifest.json").exists()
-    require(not is_model, f"{folder} is a model, and no checkpoint of this script; give it as model.pretrained")
-    is_adapter = (folder / "adapter_config.json").is_file()
-    require(not is_adapter, f"{folder} is an exported adapter; give a checkpoint of its run")
+    if not (folder / "manifest.json").exists():
+        is_model, is_adapter = ((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        require(not is_model, f"{folder} is a model, and no checkpoint of this script; give it as model.pretrained")
+        require(not is_adapter, f"{folder} is an exported adapter; give a checkpoint of its run")
     inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
     if inside:
         raise UserError(f"{folder} is no checkpoint, but has some; give one of them, such as {inside[-1]}")
