@@ -235,7 +235,7 @@ def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting
     name, total = model.config.model_type, model.config.get_text_config().num_hidden_layers
     joins = model.config._attn_implementation == DOCUMENTS
     require(joins, f"{setting}: needs model.attention sdpa, and a model that works without padding; not {name}")
-    is_planned = model.supports_pp_plan and model.get_decoder()._pp_plan  # That of its head alone is not enough.
+    is_planned = model.get_decoder()._pp_plan  # Its head may have a plan by itself.
     require(is_planned, f"{setting}: transformers has no plan how a {name} is divided")
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     require(not saved, f"{setting}: a {name} has {min(saved, default='')}, which is no weight and belongs to no rank")
