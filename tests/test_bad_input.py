@@ -679,6 +679,12 @@ case(
     architecture(vocab_size=10),
     "model: cannot build llama: its vocab_size 10 is less than the 384 of the tokenizer",
 )
+PADDED = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "vocab_size": 384, "pad_token_id": 500}
+case(
+    "a pad token beyond the vocabulary of the text",
+    {"model.architecture": {"model_type": "gemma3", "text_config": PADDED}},
+    "model: cannot build gemma3: AssertionError: Padding_idx must be within num_embeddings",
+)
 case(
     "a model without sdpa",
     architecture(model_type="gemma2", head_dim=16),

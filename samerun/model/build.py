@@ -46,7 +46,8 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             found = transformers.AutoConfig.for_model(**{**defaults, **architecture})
             text = found.get_text_config()
             padding, size = (getattr(text, name, None) for name in ("pad_token_id", "vocab_size"))
-            if "pad_token_id" not in architecture and None not in (padding, size) and padding >= size:
+            given = architecture | (architecture.get("text_config") or {})
+            if "pad_token_id" not in given and None not in (padding, size) and padding >= size:
                 text.pad_token_id = None  # It was that of the family's own tokenizer.
 
     check_architecture(architecture, found)
