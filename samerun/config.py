@@ -233,8 +233,8 @@ class Model(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw", "muon"] = "adamw"
-    """Optimizer: AdamW for all weights, or Muon for the matrices inside the layers and AdamW for the rest."""
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """AdamW, the same with moments of 8 bits, or Muon for the matrices inside the layers and AdamW for the rest."""
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -1,5 +1,7 @@
 """What build_optimizer(), which is in train.py, stands on: which weights decay, which are for Muon, skipped updates."""
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -42,6 +44,28 @@ def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     outside = {weight for module in ends for weight in module.parameters()}
     outside |= {weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name}  # By peft.
     return {matrix for matrix in weight_matrices(model) - outside if matrix.ndim == 2}
+
+
+def adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW of bitsandbytes, with both moments in blocks of 256 numbers of 8 bits (arxiv.org/abs/2110.02861).
+
+    Weights of fewer than 4,096 numbers keep moments in float32. Raises UserError if bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError("optim.name adamw_8bit: needs bitsandbytes; pip install bitsandbytes==0.50.2") from None
+
+    class AdamW8bit(bitsandbytes.optim.AdamW8bit):
+        state_dict = torch.optim.Optimizer.state_dict  # Theirs nests what belongs to the codes.
+
+        def init_state(self, group: dict[str, Any], weight: torch.nn.Parameter, *place: int) -> None:
+            super().init_state(group, weight, *place)
+            # Checkpoints keep tensors that share no memory. There the step is an int, and weights share their tables.
+            kept = self.state[weight].items()
+            self.state[weight] = {name: torch.as_tensor(value).clone() for name, value in kept}
+
+    return AdamW8bit(groups, **settings)
 
 
 class Guard:
@@ -110,8 +134,8 @@ def first_update(optimizer: torch.optim.Optimizer) -> None:
     require(not changed, f"{name} changes {', '.join(changed)} of its parameter groups, which {advice}")
     for weight, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                raise UserError(f"{name} keeps {key} as {value!r}; checkpoints keep tensors only, so make it one")
+            if type(value) not in (torch.Tensor, DTensor):
+                raise UserError(f"{name} keeps {key} as {value!r}; checkpoints keep plain tensors, so make it one")
             is_part = isinstance(weight, DTensor) and not isinstance(value, DTensor) and value.numel() > 1
             advice = "make it a DTensor, as torch.zeros_like(weight) is"
             require(not is_part, f"{name} keeps {key} of each rank, and checkpoints that of the first one; {advice}")

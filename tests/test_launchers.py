@@ -271,12 +271,17 @@ def test_two_machines_without_a_common_run_folder(config, tmp_path):
     [
         (("--optim.name", "muon"), (), "optim.name muon: it needs whole matrices; use adamw, or DDP"),
         (
+            ("--optim.name", "adamw_8bit"),
+            (),
+            "optim.name adamw_8bit: bitsandbytes has it for whole weights only; use adamw, or DDP",
+        ),
+        (
             (),
             ("--fsdp_cpu_ram_efficient_loading", "true"),  # With which Accelerate cannot take the buffers of DeepSeek.
             "fsdp_cpu_ram_efficient_loading: each rank reads only its part anyway; set it to false",
         ),
     ],
-    ids=["muon", "loading"],
+    ids=["muon", "8 bits", "loading"],
 )
 def test_refused_under_fsdp2(config, tmp_path, setting, options, message):
     how = {"options": (*FLOAT32, *options), "expect": None, "warm": True}

@@ -1,11 +1,13 @@
-"""optim.name: which optimizer trains which weights, and that both of two survive a stop.
+"""optim.name: which optimizer trains which weights, and that both of two survive a stop; moments of 8 bits.
 
-test_damage.py shows that a step which is not finite changes nothing, test_launchers.py where muon is refused.
+test_damage.py shows that a step which is not finite changes nothing, test_launchers.py which launchers are refused.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +19,7 @@ from samerun.config import Model
 from samerun.model.build import make_model
 from samerun.optim import hidden_matrices
 from samerun.parallel.state import trained_state
+from samerun.preflight.memory import bytes_of_moments
 
 Optim = train.Settings.model_fields["optim"].annotation  # A fork may have one with more settings.
 STEPS, RATE = 12, 0.005
@@ -67,10 +70,15 @@ def truth(in_float32, tmp_path_factory):
     config["run"] |= {"max_steps": STEPS, "save_every": 6}
     config["optim"] |= {"name": "muon", "learning_rate": RATE}
     config["batch"]["max_micro_batch_size"] = 3
+    steps = reference_steps(config, folder)
+    return config, train_reference(config, lambda step: steps[step - 1], optimizers=muon_and_adamw)
+
+
+def reference_steps(config: dict, folder: Path) -> list[list[dict]]:
+    """The rows of each step of a run of 10 rows per step."""
     rows = list(datasets.load_from_disk(folder / "rows"))
     order = shuffled(config["run"]["seed"], len(rows), STEPS * 10)
-    steps = [[rows[i] for i in order[at : at + 10]] for at in range(0, STEPS * 10, 10)]
-    return config, train_reference(config, lambda step: steps[step - 1], optimizers=muon_and_adamw)
+    return [[rows[i] for i in order[at : at + 10]] for at in range(0, STEPS * 10, 10)]
 
 
 @pytest.mark.slow
@@ -194,3 +202,66 @@ def test_muon_is_not_for_adapters_of_embeddings():
     hidden = hidden_matrices(model)
     trained = {name for name, weight in model.named_parameters() if weight in hidden and weight.requires_grad}
     assert len(trained) == 2 and all("q_proj.lora_" in name for name in trained)
+
+
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes, see optim.name")
+
+
+def by_bitsandbytes(model: torch.nn.Module, optim: dict) -> list[torch.optim.Optimizer]:
+    from bitsandbytes.optim import AdamW8bit
+
+    [whole] = adamw(model, optim)
+    groups = [
+        {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")} for group in whole.param_groups
+    ]
+    return [AdamW8bit(groups)]
+
+
+@pytest.fixture
+def config_8bit(tmp_path) -> dict:
+    """For a model whose matrices have 4,096 numbers, as few as have moments of 8 bits, but for those of the keys."""
+    config = tiny_config(tmp_path)
+    start = transformers.LlamaConfig.from_pretrained(config["model"]["pretrained"])
+    start.hidden_size = start.intermediate_size = 64
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(start).save_pretrained(tmp_path / "wide")
+    config["model"]["pretrained"] = str(tmp_path / "wide")
+    config["run"] |= {"max_steps": STEPS, "save_every": 6}
+    config["optim"] |= {"name": "adamw_8bit"}
+    return config
+
+
+@needs_bitsandbytes
+def test_adamw_8bit_equals_the_plain_loop(config_8bit, tmp_path):
+    """And not AdamW. Continued on three processes, it is the same run, too: codes and scales are in the checkpoint.
+
+    Rounding in float32 can turn into another code of 8 bits, and so into another update.
+    """
+    steps = reference_steps(config_8bit, tmp_path)
+    did = train_reference(config_8bit, lambda step: steps[step - 1], optimizers=by_bitsandbytes)
+    done = run(tmp_path, config_8bit)
+    np.testing.assert_allclose(done.losses, did.losses, atol=5e-6)
+    assert difference(done.weights, did.weights) < 3e-4
+    assert difference(train_reference(config_8bit, lambda step: steps[step - 1]).weights, did.weights) > 1e-3
+    (tmp_path / "resumed").mkdir()
+    chosen = done.folder / "checkpoints" / "step-00000006"
+    again = launch(tmp_path / "resumed", config_8bit, "--run.resume", chosen, processes=3, warm=True)
+    assert again.launches == [6] and difference(again.weights, done.weights) < 1e-4
+    np.testing.assert_allclose(again.losses, done.losses[6:], atol=5e-6)
+
+
+@needs_bitsandbytes
+def test_adamw_8bit_takes_the_memory_that_the_plan_says(config_8bit):
+    """Two bytes for each number of a matrix of 4,096 or more, and two scales of 4 bytes for each 256 of them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(config_8bit["model"]["pretrained"])
+    state = trained_state(model, train.build_optimizer(model, Optim(name="adamw_8bit")))
+    taken = sum(value.nbytes for name, value in state.items() if ".state" in name and "qmap" not in name and value.ndim)
+    sizes = [weight.numel() for weight in model.parameters()]
+    expected = sum(2 * size + 8 * size / 256 if size >= 4096 else 8 * size for size in sizes)
+    assert taken == expected == bytes_of_moments("adamw_8bit", model, sum(sizes))
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")
+def test_adamw_8bit_says_what_it_needs(tmp_path):
+    output = run(tmp_path, tiny_config(tmp_path), "--optim.name", "adamw_8bit", expect=2).output
+    assert "error: optim.name adamw_8bit: needs bitsandbytes; pip install bitsandbytes==" in output

@@ -199,7 +199,7 @@ REFUSED = [
     Refusal(
         BY_HAND,
         "model.lora",
-        "transformers' plans do not name the layers that peft puts in, and peft divides only after transformers",
+        "transformers' plans do not name the layers that peft puts in",
         lambda config, *_: config.model.lora is not None,
     ),
     Refusal(
@@ -235,7 +235,7 @@ REFUSED = [
     Refusal(
         ("pp", "cp", "ep"),
         "batch.max_micro_batch_size auto",
-        "its ranks take different memory, and if one has too little, the others wait forever; give a number",
+        "if one rank has too little memory, the others wait forever; give a number",
         lambda config, *_: config.batch.max_micro_batch_size == "auto",
     ),
     Refusal(
@@ -243,6 +243,12 @@ REFUSED = [
         "optim.name muon",
         "it needs whole matrices; use adamw, or DDP",
         lambda config, *_: config.optim.name == "muon",
+    ),
+    Refusal(
+        ("dp_shard", "tp", "ep"),
+        "optim.name adamw_8bit",
+        "bitsandbytes has it for whole weights only; use adamw, or DDP",
+        lambda config, *_: config.optim.name == "adamw_8bit",
     ),
     Refusal(
         BY_HAND,

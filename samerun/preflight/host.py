@@ -36,7 +36,7 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
         few = narrow(with_layers(model.config, layers_to_try(model, chunks)), layout.ep)
         tried = numbers_in(model_without_storage(config.model, few, few.get_text_config().num_hidden_layers))
     part = own_part(config, found, layout)
-    state = 4 * (part.trained + part.moments) / layout.shards
+    state = (4 * part.trained + part.moments) / layout.shards
     writers = launch.num_processes / (layout.shards * layout.tp * layout.pp)  # They share what all of them have.
     writing = min(ranks, 2) if launch.is_sharded or layout.is_divided else ranks
     dtype, exported = getattr(torch, config.model.dtype), export_dtype(config, launch.precision)

@@ -293,7 +293,7 @@ class OwnPart:
     model: torch.nn.Module  # and that model, without storage.
     absent: float  # How many numbers of the model this rank does not have.
     trained: float  # How many numbers are trained,
-    moments: float  # and how many the optimizer has for them.
+    moments: float  # and how many bytes the optimizer has for them.
 
 
 def own_part(config: Config, found: transformers.PreTrainedConfig, layout: Layout) -> OwnPart:
@@ -308,9 +308,16 @@ def own_part(config: Config, found: transformers.PreTrainedConfig, layout: Layou
     ends = end if model.all_tied_weights_keys else 2 * end
     absent = ends - (end if layout.pp > 1 else ends) / layout.tp
     trained = numbers_in(model, only_trained=True) - absent
-    hidden = hidden_matrices(model) if config.optim.name == "muon" else []
-    moments = 2 * trained - sum(one.numel() for one in hidden)  # AdamW has two, Muon one.
-    return OwnPart(found, layers, model, absent, trained, moments)
+    return OwnPart(found, layers, model, absent, trained, bytes_of_moments(config.optim.name, model, trained))
+
+
+def bytes_of_moments(optimizer: str, model: torch.nn.Module, trained: float) -> float:
+    """Of `trained` numbers of a model. AdamW has two moments of each, and Muon one."""
+    if optimizer == "adamw_8bit":  # With one scale for 256 of them, see adamw_8bit().
+        small = sum(one.numel() for one in model.parameters() if one.requires_grad and one.numel() < 4096)
+        return 8 * small + (2 + 8 / 256) * (trained - small)
+    hidden = hidden_matrices(model) if optimizer == "muon" else []
+    return 8 * trained - 4 * sum(one.numel() for one in hidden)
 
 
 def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
@@ -330,7 +337,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     weights = sum(one.nbytes for one in model.parameters()) - 4 * part.absent
 
     memory = {"weights": weights / layout.shards, "gradients": 4 * part.trained / layout.shards}
-    memory["optimizer"] = 4 * part.moments / layout.shards
+    memory["optimizer"] = part.moments / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)

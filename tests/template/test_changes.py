@@ -284,7 +284,7 @@ class OfParts(torch.optim.Optimizer):
     "options, refused",
     [
         ({"in_group": True}, "OfParts changes updates of its parameter groups, which no checkpoint keeps"),
-        ({"count": 0}, "OfParts keeps updates as 1; checkpoints keep tensors only"),
+        ({"count": 0}, "OfParts keeps updates as 1; checkpoints keep plain tensors"),
         ({"count": torch.tensor(0.0)}, None),
     ],
 )
