@@ -1,12 +1,10 @@
 """Ranks that hold the same weights must hold the same bits of them."""
 
 import functools
-import hashlib
 import socket
 import zlib
 from collections import Counter, defaultdict
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -66,48 +64,36 @@ def held_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_copies(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raises ArithmeticError, on all ranks of the group, if some hold the same part of a weight with other bits.
 
-    Waits for the device. The main process gets 16 bytes per part from each rank.
+    Waits for the device. The main process gets a checksum of each part from each rank.
     """
     if group is None:
         return
     parts = held_parts(model)
-    keys = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True) for name in parts]
     sums = torch.stack([checksum_of_bits(part) for part in parts.values()]).tolist()
-    mine = np.array([keys, sums])
     told = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(mine, told, group=group, group_dst=0)
-    wrong = [differing_keys(told) if told else None]
-    dist.broadcast_object_list(wrong, group=group, group_src=0)
-    if wrong[0]:
-        ours = {key: (name, total) for key, name, total in zip(keys, parts, sums) if key in wrong[0]}
-        held = [None] * dist.get_world_size(group)
-        dist.all_gather_object(held, (socket.gethostname(), ours), group=group)
-        raise ArithmeticError(drifted_apart(held, wrong[0]))
+    dist.gather_object((socket.gethostname(), dict(zip(parts, sums))), told, group=group, group_dst=0)
+    problem = [drifted_apart(told) if told else ""]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0]:
+        raise ArithmeticError(problem[0])
 
 
-def differing_keys(told: list[np.ndarray]) -> set[int]:
-    """The keys with more than one sum, where each rank has told [keys, sums]."""
-    if all(np.array_equal(told[0], other) for other in told):
-        return set()
-    found = defaultdict(set)
-    for keys, sums in told:
-        for key, total in zip(keys.tolist(), sums.tolist()):
-            found[key].add(total)
-    return {key for key, totals in found.items() if len(totals) > 1}
-
-
-def drifted_apart(held: list[tuple[str, dict[int, tuple[str, int]]]], wrong: set[int]) -> str:
-    """Which ranks differ from most of the others, in what; each rank says its host, and name and sum by key."""
-    names, odd = [], {}
-    for key in wrong:
-        held_by = {rank: parts[key] for rank, (_, parts) in enumerate(held) if key in parts}
-        sums = Counter(total for _, total in held_by.values())
-        [(most, _)] = sums.most_common(1)
-        names += [name for name, _ in held_by.values()]
-        odd |= {rank: held[rank][0] for rank, (_, total) in held_by.items() if total != most}
-    who = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(odd.items()))
+def drifted_apart(told: list[tuple[str, dict[str, int]]]) -> str:
+    """Which ranks differ from most of the others, and in what, by the host and the sums of each; "" if none does."""
+    held_by = defaultdict(dict)
+    for rank, (_, sums) in enumerate(told):
+        for part, total in sums.items():
+            held_by[part][rank] = total
+    wrong = {part: sums for part, sums in held_by.items() if len(set(sums.values())) > 1}
+    if not wrong:
+        return ""
+    odd = set()
+    for sums in wrong.values():
+        [(most, _)] = Counter(sums.values()).most_common(1)
+        odd |= {rank for rank, total in sums.items() if total != most}
+    who = ", ".join(f"rank {rank} on {told[rank][0]}" for rank in sorted(odd))
     return (
-        f"copies of the weights have drifted apart: {who} has other bits than other ranks in {min(names)} and in "
+        f"copies of the weights have drifted apart: {who} has other bits than other ranks in {min(wrong)} and in "
         f"{len(wrong)} parts in all. This checkpoint is not kept. Look for a faulty device, or for code that does not "
         "run on all ranks; the same command continues from the checkpoint before"
     )
