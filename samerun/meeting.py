@@ -36,19 +36,16 @@ class Meeting:
         self.timeout = timedelta(minutes=timeout_minutes)
         self.pulse_seconds = min(5.0, 60 * timeout_minutes / 4)
         self.host = socket.gethostname()
-        self.rank, self.size = 0, 1
         self.store: dist.Store | None = None
         self.rounds = 0
         self.stopped_by = ""  # What has stopped this rank, for those that wait for it.
         self.note_loss: Callable[[str], None] = lambda reason: None  # Until RunFolder has written down what it knows.
         self.ended = threading.Event()
         self.pulse = threading.Thread(target=self.say_alive, daemon=True)
-        if os.environ.keys() >= set(OF_A_LAUNCH) and number_in("WORLD_SIZE") > 1:
-            self.rank, self.size = number_in("RANK"), number_in("WORLD_SIZE")
-            begin = "they, and --machine_rank, begin with 0"
-            require(self.rank < self.size, f"launch: RANK {self.rank} of WORLD_SIZE {self.size}: {begin}")
-        else:
-            require(number_in("RANK", 0) == 0, "launch: RANK is set without a launcher; unset it")
+        check_environment()
+        self.rank, self.size = number_in("RANK", 0), number_in("WORLD_SIZE")
+        begin = "they, and --machine_rank, begin with 0; without a launcher, unset RANK"
+        require(self.rank < self.size, f"launch: RANK {self.rank} of WORLD_SIZE {self.size}: {begin}")
 
     def __enter__(self) -> "Meeting":
         if self.size > 1:
@@ -359,6 +356,19 @@ def leave_at_signals() -> None:
     if earlier_signals:
         print(f"Stopped by {signal.Signals(earlier_signals[0]).name} before the ranks have met.", flush=True)
         sys.exit(0)
+
+
+def check_environment() -> None:
+    """Raises UserError for what a launcher would not say."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        is_count = name.endswith("WORLD_SIZE")
+        advice = "unset it, or start by accelerate launch"
+        require(number_in(name) > 0 or not is_count, f"the environment variable {name} is 0; {advice}")
+    has_parts = number_in("WORLD_SIZE") > 1 or "LOCAL_RANK" in os.environ
+    # Without its RANK, as scripts for SLURM may leave it, a process would wait for itself, and for no signal.
+    missing = " and ".join(name for name in ("MASTER_ADDR", "RANK") if name not in os.environ)
+    advice = "unset them, or start by accelerate launch"
+    require(not (has_parts and missing), f"launch: WORLD_SIZE or LOCAL_RANK is set without {missing}; {advice}")
 
 
 def number_in(name: str, default: int = 1) -> int:

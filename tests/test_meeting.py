@@ -377,12 +377,22 @@ def test_a_rank_beyond_the_last(monkeypatch):
         Meeting(1)
 
 
-@pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}])
-def test_a_rank_without_a_launch(monkeypatch, more):
+ALONE = "launch: RANK 1 of WORLD_SIZE 1: .*; without a launcher, unset RANK"
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({}, ALONE),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, ALONE),
+        ({"WORLD_SIZE": "2"}, "launch: WORLD_SIZE or LOCAL_RANK is set without MASTER_ADDR; unset them"),
+    ],
+)
+def test_a_rank_without_a_launch(monkeypatch, more, words):
     """It would wait for a main process that nobody has started, or write nothing and say nothing."""
     for name, value in ({"RANK": "1"} | more).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="launch: RANK is set without a launcher; unset it"):
+    with pytest.raises(UserError, match=words):
         Meeting(1)
 
 

@@ -36,7 +36,7 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.meeting import is_elastic, number_in
+from samerun.meeting import is_elastic
 from samerun.parallel.layout import Layout, layout_of, uses_fsdp
 from samerun.plan import Plan
 
@@ -127,7 +127,6 @@ def new_host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
 def start_accelerator(config: Config) -> Accelerator:
     """The Accelerator of this launch. Raises UserError where the processes do not form one run."""
     silence_libraries()
-    check_environment()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch always says 1.
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -156,8 +155,6 @@ def start_accelerator(config: Config) -> Accelerator:
     with prefix_errors("launch"):
         together = launched == accelerator.num_processes
         require(together, f"the {launched} processes do not see each other; use a file of accelerate_configs/")
-        named_alike = is_main_process() == accelerator.is_main_process
-        require(named_alike, "RANK is not the rank that Accelerate has found; start by accelerate launch")
         precision = accelerator.mixed_precision
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         has_units = asked != "fp8" or precision == "fp8"  # Accelerate takes fp16 where there are none.
@@ -168,19 +165,6 @@ def start_accelerator(config: Config) -> Accelerator:
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
     return accelerator
-
-
-def check_environment() -> None:
-    """Raises UserError for what a launcher would not say."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        is_count = name.endswith("WORLD_SIZE")
-        advice = "unset it, or start by accelerate launch"
-        require(number_in(name) > 0 or not is_count, f"the environment variable {name} is 0; {advice}")
-    has_parts = number_in("WORLD_SIZE") > 1 or "LOCAL_RANK" in os.environ
-    # Without its RANK, as scripts for SLURM may leave it, a process would wait for itself, and for no signal.
-    missing = " and ".join(name for name in ("MASTER_ADDR", "RANK") if name not in os.environ)
-    advice = "unset them, or start by accelerate launch"
-    require(not (has_parts and missing), f"launch: WORLD_SIZE or LOCAL_RANK is set without {missing}; {advice}")
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
