@@ -544,21 +544,6 @@ def test_empty_settings():
     }
 
 
-def test_manifests_without_empty_settings(tmp_path, monkeypatch):
-    """As older ones are. Whether the run is finished is still known at once."""
-    config = tiny_config(tmp_path)
-    config["run"]["max_steps"] = 6
-    done = run(tmp_path, config)
-    path = done.folder / "checkpoints" / "step-00000006" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert manifest["config"].pop("run.tracker_options") == {}
-    path.write_text(json.dumps(manifest))
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "build_setup", None)
-        assert "Finished already" in run(tmp_path, config).output
-    assert run(tmp_path, config, "--run.max_steps", 7).launches == [0, 6]
-
-
 def is_known_as_finished(before: dict, now: dict, **more) -> bool:
     """Of a run that had the first config, and more settings in its manifest, and now has the second one."""
     known, asked = (train.Settings.model_validate(config) for config in (before, now))

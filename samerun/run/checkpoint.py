@@ -84,12 +84,9 @@ class Progress:
 def progress_in(manifest: dict[str, Any]) -> Progress:
     """What a manifest says. Raises UserError if it is no progress."""
     try:
-        progress = TypeAdapter(Progress).validate_python(manifest)
+        return TypeAdapter(Progress).validate_python(manifest)
     except ValidationError as error:
         raise UserError(describe(error)) from None
-    if "evaluated_step" not in manifest:  # Older ones were written after the evaluation of their step.
-        progress.evaluated_step = progress.step
-    return progress
 
 
 def changed_settings(
@@ -102,8 +99,7 @@ def changed_settings(
     defaults = flatten(kind.model_construct().model_dump())
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        is_left_out = name not in theirs and now == {}  # By older manifests.
-        if before != now and not is_left_out and not may_change(kind, name):
+        if before != now and not may_change(kind, name):
             yield name, before, now
 
 

@@ -154,21 +154,15 @@ def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) ->
 
 def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two transformers configs, of the settings that both of them have."""
-    common = before.keys() & now.keys() if isinstance(before, dict) else set()
     return [
         f"{name}: {before[name]!r} in the checkpoint, {now[name]!r} now"
-        for name in sorted(common)
+        for name in sorted(before.keys() & now.keys())
         if name.rpartition(".")[2] not in OF_NO_MODEL and before[name] != now[name]
     ]
 
 
 def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
-    """The run may go on in another precision, which changes what it computes, but not in silence.
-
-    Older manifests do not say how they were launched.
-    """
-    if not isinstance(before, dict):
-        return
+    """The run may go on in another precision, which changes what it computes, but not in silence."""
     changed = [name for name in ("precision", "launcher") if before.get(name, now[name]) != now[name]]
     if changed:
         told = [f"{name} {before[name]} in the checkpoint, {now[name]} now" for name in changed]
@@ -222,8 +216,7 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
     theirs, ours = checkpoint[1]["config"], flatten(config.model_dump())
     places, settings = {"run.output_dir", "run.resume"}, config_fields(type(config))
     names = ours.keys() | {name for name in theirs if setting_of(name) in settings}  # Such as a source that is gone.
-    # Older manifests leave out empty settings.
-    is_same = all(theirs.get(name, {}) == ours.get(name) for name in names - places)
+    is_same = all(theirs.get(name) == ours.get(name) for name in names - places)
     return folder.meeting.by_main(lambda: is_same) and folder.is_finished(checkpoint[1]["step"])
 
 

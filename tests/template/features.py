@@ -218,7 +218,6 @@ def evaluation(house: House) -> None:
     house.replace("Setup.is_over", "self.lacks_evaluation(progress)", "False")
     house.drop_definition("evaluate_step")
     house.drop_definition("evaluate")
-    house.drop_statements("progress_in", "evaluated_step")
     house.reword('(progress.evaluated_step if "eval/loss" in line else progress.step)', "progress.step")
     house.drop_field("Progress.evaluated_step")
     house.drop_definition("check_evaluations")
