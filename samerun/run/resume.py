@@ -117,20 +117,16 @@ def load_initial_weights(setup: Setup, path: Path, record: dict[str, Any]) -> No
 def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises UserError for a whole model where this run has an adapter, or the reverse. What else differs, such as the
     scale of the adapter, is said."""
-    before = {name: value for name, value in theirs.items() if is_within(name, "model.lora")}
-    now = {name: value for name, value in ours.items() if is_within(name, "model.lora")}
-    if not before:  # Some older manifests do not say it.
-        return
-    was_whole, is_whole = before == {"model.lora": None}, now == {"model.lora": None}
+    was_whole, is_whole = (config.get("model.lora", {}) is None for config in (theirs, ours))
     was, wanted, export = "a whole model", "an adapter", "--export"
     if is_whole:
         was, wanted, export = "an adapter", "a whole model", "--export with --merge"
     advice = f"make a model of it by {export} and the config of its run, and give that as model.pretrained"
     refusal = f"run.init_from: {path} is of {was}, and with this model.lora the run trains {wanted}; {advice}"
     require(was_whole == is_whole, refusal)
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            say(f"run.init_from: {name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now.")
+    for name in sorted(theirs.keys() | ours.keys()):
+        if is_within(name, "model.lora") and theirs.get(name) != ours.get(name):
+            say(f"run.init_from: {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now.")
 
 
 def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], config: Config) -> None:
