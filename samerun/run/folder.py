@@ -28,7 +28,7 @@ from samerun.errors import (
 )
 from samerun.files import delete, replace_file
 from samerun.meeting import Meeting
-from samerun.run.checkpoint import Progress, find_checkpoint, list_checkpoints, step_of, verify_checkpoint
+from samerun.run.checkpoint import Progress, list_checkpoints, step_of, verify_checkpoint
 from samerun.run.launch import StopSignal
 from samerun.yaml12 import to_yaml
 
@@ -114,10 +114,6 @@ class RunFolder:
                 require(not file.is_dir(), f"run.output_dir: {file} is a folder, not a file; move it away")
             self.check_that_nothing_is_lost()
             self.is_ours = True
-
-    def find_checkpoint(self, resume: str) -> tuple[Path, dict] | None:
-        """What find_checkpoint() finds: the same on all ranks."""
-        return find_checkpoint(resume, self.checkpoints, self.meeting)
 
     def check_shared(self) -> None:
         """Raises UserError if it is another folder for some rank than for the main process, which has the lock by now.

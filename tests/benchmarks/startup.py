@@ -34,7 +34,7 @@ PARTS = {
     "check_model": "train",
     "build_optimizer": "train",
     "load_step": "samerun.run.setup",
-    "find_checkpoint": "samerun.run.folder",
+    "find_checkpoint": "train",
 }
 
 
