@@ -595,6 +595,13 @@ def test_memory_of_tensor_parallelism(monkeypatch):
     assert memory_of(2)["weights"] == 4 * (norms + (PARAMETERS - norms) / 2)
 
 
+def test_memory_of_tensor_parallelism_where_a_matrix_is_not_even(monkeypatch):
+    """The launch divides it, see test_tensor_parallel.py. The first rank has one row more than the other."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    uneven = LLAMA | {"intermediate_size": LLAMA["intermediate_size"] - 1}
+    assert memory_of(2, architecture=uneven)["weights"] == memory_of(2)["weights"]
+
+
 def test_memory_of_experts_that_tensor_parallelism_would_divide(monkeypatch, capsys):
     """The launch refuses it, see test_tensor_parallel.py."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")

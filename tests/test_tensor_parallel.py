@@ -72,7 +72,7 @@ def family(folder: Path, name: str, **change) -> Path:
 
 # In Qwen3 and Gemma3, q_norm and k_norm are whole on each rank, and have the gradients of its own heads.
 MODELS = {
-    "llama": {},
+    "llama": {"intermediate_size": 65},  # Which two ranks cannot divide evenly.
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "tied qwen3": {"tie_word_embeddings": True},

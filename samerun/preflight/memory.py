@@ -258,9 +258,7 @@ def heads_divided(found: transformers.PreTrainedConfig, ranks: int) -> transform
     require(not number_of_experts(text), f"that of a {kind}'s experts under tensor parallelism is not calculated")
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for name in "num_attention_heads", "num_key_value_heads", "intermediate_size":
-        value = getattr(text, name)
-        require(value % ranks == 0, f"launch: parallelism_config_tp_size {ranks} must divide {name}, {value}")
-        setattr(text, name, value // ranks)
+        setattr(text, name, math.ceil(getattr(text, name) / ranks))
     return found
 
 
