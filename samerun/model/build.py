@@ -175,7 +175,7 @@ def outlined_model(
     if config.gradient_checkpointing:
         advice = f"transformers does not offer it for a {found.model_type}; use false"
         require(model.supports_gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     return model
 
 

@@ -91,7 +91,7 @@ class Parallelism:
         if self.layout.is_sharded and self.plugin.activation_checkpointing:
             advice = f"transformers does not offer it for a {model.config.model_type}; use false"
             require(model.supports_gradient_checkpointing, f"launch: fsdp_activation_checkpointing: {advice}")
-            model.gradient_checkpointing_enable()  # Accelerate does it in prepare(), which is not called here.
+            model.activation_checkpointing_enable()  # Accelerate does it in prepare(), which is not called here.
         self.try_out(model, forward_backward)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.divide(model)

@@ -209,8 +209,6 @@ def silence_libraries() -> None:
     """Switch off warnings that mean nothing here, and progress bars that nobody sees."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # From torch's checkpoints, on one process.
     warnings.filterwarnings("ignore", ".is_gradient_check")  # From peft.
-    # transformers 5.17 does not know the new name of this method.
-    warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # From Accelerate's mesh for HSDP.
     # Of FSDP2 around tensor parallelism: logits must not be changed in place, and weights could be gathered faster.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
