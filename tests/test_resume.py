@@ -658,6 +658,13 @@ def test_a_checkpoint_is_found_however_its_path_is_written(whole, again, tmp_pat
     assert done.launches == [25] and difference(done.weights, whole[1].weights) == 0
 
 
+def test_a_launch_from_the_folder_of_the_checkpoints(again, tmp_path, monkeypatch):
+    """The word auto is no path in it."""
+    config, done = again
+    monkeypatch.chdir(done.folder / "checkpoints")
+    assert "Finished already" in run(tmp_path, config).output
+
+
 def test_changes_that_are_insisted_on(again, tmp_path):
     """allow_changes continues with the config's values, not with those that lie in the checkpoint's optimizer."""
     config, before = again

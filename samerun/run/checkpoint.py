@@ -287,11 +287,10 @@ def checkpoints_to_try(resume: str, folder: Path) -> list[str]:
     """
     found = list_checkpoints(folder)[::-1]
     require(resume != "never" or not found, f"run.resume is never, but {folder} exists; choose another run.output_dir")
-    is_own = folder.resolve() in Path(resume).resolve().parents
-    require(
-        not (found and is_own), "run.resume names a checkpoint of this run; to go back, choose another run.output_dir"
-    )
     if resume not in ("auto", "never"):
+        is_own = found and folder.resolve() in Path(resume).resolve().parents
+        advice = "to go back, choose another run.output_dir"
+        require(not is_own, f"run.resume names a checkpoint of this run; {advice}")
         if found:
             say(f"run.resume {resume} is not read, because {folder} has checkpoints of this run.")
         found = found or [Path(resume)]
