@@ -88,19 +88,14 @@ def sdpa(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
 def has_flash(
     query: torch.Tensor, value: torch.Tensor, documents: Documents, dropout: float = 0.0, **options: Any
 ) -> bool:
-    """Whether torch's flash attention can compute this: on a GPU since Ampere, in 16 bits."""
-    if documents.plans_flash:
-        return fits_flash(query, value, dropout)
+    """Whether torch's flash attention can compute this: on a GPU since Ampere, in 16 bits, heads of some sizes."""
+    head = query.shape[-1]
+    is_made_for = head == value.shape[-1] and head % 8 == 0 and head <= 256 and not dropout
+    if documents.plans_flash or not is_made_for:
+        return is_made_for
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
-    in_16_bits = torch.is_autocast_enabled("cuda") or value.dtype in (torch.bfloat16, torch.float16)
-    return in_16_bits and fits_flash(query, value, dropout)
-
-
-def fits_flash(query: torch.Tensor, value: torch.Tensor, dropout: float = 0.0) -> bool:
-    """Whether flash attention is made for heads of this size."""
-    head = query.shape[-1]
-    return head == value.shape[-1] and head % 8 == 0 and head <= 256 and not dropout
+    return torch.is_autocast_enabled("cuda") or value.dtype in (torch.bfloat16, torch.float16)
 
 
 def flash_attention(
