@@ -216,9 +216,6 @@ def attention_by_document(
     for (length, length_seen, _), of_run in zip(runs, parts):
         queries = as_rows(of_run[0], length)
         keys, values = (as_rows(states, length_seen) for states in of_run[1:])
-        if sliding_window and length_seen >= length + sliding_window:
-            length_seen = length + sliding_window - 1
-            keys, values = keys[:, :, -length_seen:], values[:, :, -length_seen:]
         mask = mask_of(length, length_seen, sliding_window, dtype, device)
         output, _ = sdpa(module, queries, keys, values, mask, **options)
         outputs.append(output.flatten(0, 1))
