@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from samerun.data.batches import Documents, RowPiece, RowRanks
 from samerun.errors import UserError
@@ -76,13 +76,8 @@ def document_attention(
             return attention_of_rows(query, key, value, documents, **options), None
         return flash_attention(query, key, value, documents, documents, **options), None
     if query.shape[0] > 1 and sees_whole(documents, **options):  # Less work than below, and compiled.
-        return sdpa(module, query, key, value, None, **options)
+        return sdpa_attention_forward(module, query, key, value, None, **options)
     return attention_by_document(module, query, key, value, documents, documents, **options), None
-
-
-def sdpa(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """transformers' attention by scaled_dot_product_attention()."""
-    return transformers.AttentionInterface()["sdpa"](*args, **options)
 
 
 def has_flash(
@@ -177,8 +172,8 @@ def causal_mask(
 ) -> torch.Tensor | None:
     """What is added to the scores of the tokens seen, for each of the last ones: 0, or -inf where it does not see them.
 
-    [1, 1, length, length_seen]. None for all tokens without a window that matters: sdpa() by itself lets each see all
-    up to itself.
+    [1, 1, length, length_seen]. None for all tokens without a window that matters: without a mask, each sees all up
+    to itself.
     """
     before = length_seen - length
     if before == 0 and (not window or length <= window):
@@ -217,7 +212,7 @@ def attention_by_document(
         queries = as_rows(of_run[0], length)
         keys, values = (as_rows(states, length_seen) for states in of_run[1:])
         mask = mask_of(length, length_seen, sliding_window, dtype, device)
-        output, _ = sdpa(module, queries, keys, values, mask, **options)
+        output, _ = sdpa_attention_forward(module, queries, keys, values, mask, **options)
         outputs.append(output.flatten(0, 1))
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return output.unflatten(0, (query.shape[0], -1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import RopeParameters
 
@@ -278,10 +278,7 @@ def train_in_float32(model: torch.nn.Module) -> None:
         return as_type(torch.bfloat16, output)
 
     def as_type(dtype: torch.dtype, values: Any) -> Any:
-        return tree_map(lambda value: value.to(dtype) if is_floating(value) else value, values)
-
-    def is_floating(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point()
+        return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
 
     for wrapper in model.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
