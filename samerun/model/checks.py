@@ -1,7 +1,7 @@
 """Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from samerun.errors import UserError, as_user_error, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import has_known_layers, vocabulary_size
-from samerun.model.loss import joins_documents, model_inputs, wants_chunks
+from samerun.model.loss import joins_documents, model_inputs, patched, wants_chunks
 from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
 from samerun.plan import Stage
@@ -220,14 +220,11 @@ def keeps_documents_apart(model: torch.nn.Module, loss_of: Callable) -> bool:
 def short_windows(model: torch.nn.Module):
     """Let all sliding windows be of two tokens for a while, so that a short row shows whether they are kept."""
     holders = [model.config.get_text_config(), *model.modules()]
-    windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
-    for holder, _ in windows:
-        holder.sliding_window = 2
-    try:
+    with ExitStack() as shortened:
+        for holder in holders:
+            if getattr(holder, "sliding_window", None):
+                shortened.enter_context(patched(holder, "sliding_window", 2))
         yield
-    finally:
-        for holder, window in windows:
-            holder.sliding_window = window
 
 
 def probe_loss(model: torch.nn.Module, rows: list[np.ndarray], loss_of: Callable, chunked: bool = False) -> float:
@@ -255,25 +252,20 @@ def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:
 
 def allows_chunks(model: torch.nn.Module, config: Model, loss_of: Callable) -> bool:
     """Whether the loss is the same in chunks. Raises UserError if it is not, and model.chunked_loss asks for them."""
-    try:
-        check_chunks(model, loss_of)
-    except UserError:
-        if config.chunked_loss is True:
-            raise
-        return False
-    return True
-
-
-def check_chunks(model: torch.nn.Module, loss_of: Callable) -> None:
-    """Raises UserError if chunks change the loss of this model."""
     row = probe_row(vocabulary_size(model), packed=True)
     apart, name = [row[:, :4], row[:, 4:]], model.config.model_type
     refusal = f"model.chunked_loss: a {name} computes its logits from more than the states of its layers; use false"
     with attention(model, way_to_try(model)):
         expected = probe_loss(model, apart, loss_of)
-        with as_user_error(refusal):
-            same = is_same_loss(model, probe_loss(model, apart, loss_of, chunked=True), expected)
-    require(same, refusal)
+        try:
+            with as_user_error(refusal):
+                same = is_same_loss(model, probe_loss(model, apart, loss_of, chunked=True), expected)
+            require(same, refusal)
+        except UserError:
+            if config.chunked_loss is True:
+                raise
+            return False
+    return True
 
 
 def check_rope(model: torch.nn.Module, stages: list[Stage], sequence_length: int) -> None:

@@ -235,7 +235,7 @@ def place_of(module: torch.nn.Module, model: torch.nn.Module) -> tuple[torch.nn.
 
 
 @contextmanager
-def patched(owner: torch.nn.Module, name: str, value: Any):
+def patched(owner: Any, name: str, value: Any):
     """Let an attribute have another value for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)
