@@ -19,7 +19,7 @@ from samerun.config import Config, Data, Model
 from samerun.data.documents import load_documents
 from samerun.data.tokenize import tokenize
 from samerun.errors import UserError
-from samerun.model.tokenizer import end_of_turn, load_tokenizer, stop_after_turns
+from samerun.model.tokenizer import answer_and_rest, load_tokenizer, stop_after_turns
 from samerun.run.sample import encode_prompt
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -146,7 +146,8 @@ def test_the_marks_say_the_same_as_what_a_turn_adds(made, tmp_path):
 def test_the_end_of_a_turn_without_marks(tmp_path):
     name = byte_tokenizer(tmp_path, (TEMPLATES / "llama3_1.jinja").read_text())
     tokenizer = load_tokenizer(Data(files="a", format="chat", tokenizer=name, special_tokens=MARKERS), Model())
-    assert tokenizer.decode(end_of_turn(tokenizer)) == "<|eot_id|>"
+    said, _ = answer_and_rest(tokenizer)
+    assert tokenizer.decode(said[-1]) == "<|eot_id|>"
 
 
 def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):

@@ -121,12 +121,6 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-def end_of_turn(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
-    """The token by which the chat template ends what the assistant says; None if it is not a single, special one."""
-    said, _ = answer_and_rest(tokenizer)
-    return said[-1] if said and said[-1] in tokenizer.added_tokens_decoder else None
-
-
 def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that are learned of an answer, and those that the template writes after them, without white space."""
     encoder = Encoder(tokenizer, parse=True)
@@ -142,21 +136,21 @@ def answer_and_rest(tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[li
 def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Let generate() stop at the end of the assistant's turn, here and in the exported model."""
     try:
-        end = end_of_turn(tokenizer)
+        said, rest = answer_and_rest(tokenizer)
     except Exception as error:  # It may want keys of a message that those of the data have.
         say(f"The chat template refuses a short answer ({one_line(error)}). So the model will not stop by itself.")
         return
-    if end is None:
-        _, rest = answer_and_rest(tokenizer)
+    special = tokenizer.added_tokens_decoder
+    if not said or said[-1] not in special:
         problem = "by text that is no special token of the tokenizer"
         advice = "Name the markers of the template in data.special_tokens."
-        if rest and rest[0] in tokenizer.added_tokens_decoder:
+        if rest and rest[0] in special:
             problem = f"by {tokenizer.convert_ids_to_tokens(rest[0])}, but outside of its generation block"
             advice = "Move it to before {% endgeneration %}, so that it is learned."
         say(f"The chat template ends a turn {problem}. So the model will not stop by itself. {advice}")
         return
-    others = [token for token in ends_of_text(model) if token not in (None, end)]
-    model.generation_config.eos_token_id = [end, *others]
+    others = [token for token in ends_of_text(model) if token not in (None, said[-1])]
+    model.generation_config.eos_token_id = [said[-1], *others]
     try:
         model.generation_config.validate(strict=True)
     except ValueError:  # Published ones set a temperature without do_sample, and then cannot be saved again.

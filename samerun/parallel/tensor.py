@@ -33,7 +33,8 @@ def divide_matrices(
     plan = model._expand_parallel_plan(model.tp_plan | dict.fromkeys(rules, "replicate"))
     untie(model)
     own = [*own, *(name for name, same in model.all_tied_weights_keys.items() if same in own)]
-    plan = {name: style for name, style in plan.items() if holds_any(name, own) and not is_in(name, done)}
+    names = [name for name in plan if any(is_in(weight, [name]) for weight in own) and not is_in(name, done)]
+    plan = {name: plan[name] for name in names}
     with as_user_error(f"{setting}: must divide the attention heads and the key heads of this {kind}"):
         apply_tensor_parallelism(model, mesh, plan)
     model.tie_weights()
@@ -49,10 +50,6 @@ def untie(model: PreTrainedModel) -> None:
         weight = model.get_parameter(name)
         alone = torch.nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
         setattr(model.get_submodule(owner), attribute, alone)
-
-
-def holds_any(module: str, names: list[str]) -> bool:
-    return any(is_in(name, [module]) for name in names)
 
 
 def is_in(name: str, modules: list[str]) -> bool:
