@@ -84,6 +84,8 @@ class Parallelism:
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
+        if self.config.batch.accumulation == "kept_weights":
+            self.plugin.reshard_after_forward = False
         if not self.layout.is_divided:
             return self.prepare_by_accelerate(model, optimizers)
         if self.layout.ep > 1:
@@ -112,8 +114,6 @@ class Parallelism:
         with whole_embeddings(model) if self.config.model.lora else nullcontext():
             wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         fill_weights(model, self.accelerator.device)  # After Accelerate has sharded their placeholders.
-        if self.config.batch.accumulation == "kept_weights":
-            wrapped.set_reshard_after_forward(False)
         return wrapped
 
     def make_groups(self) -> None:
@@ -163,8 +163,6 @@ class Parallelism:
                 shard_experts(model, experts, self.expert_mesh, layout, options)
             among = self.mesh["dp_replicate", "data"] if layout.dp_replicate > 1 else self.mesh["data"]
             shard_layers(model, among, options)
-            if self.config.batch.accumulation == "kept_weights":
-                model.set_reshard_after_forward(False)
         self.note_reductions(model, partial)
 
     def is_moved_later(self, tensor: torch.Tensor) -> bool:
@@ -277,13 +275,12 @@ class Parallelism:
 
         Raises UserError unless all sums `of` the same thing, such as the steps, have the same names on all ranks.
         """
-        if of and of not in self.names_of_metrics:
-            of_ranks = gather_object([list(metrics)])
-            for names in of_ranks:
-                check_names(of_ranks[0], names)
-            self.names_of_metrics[of] = of_ranks[0]
-        if of:
+        if of in self.names_of_metrics:
             check_names(self.names_of_metrics[of], metrics)
+        elif of:
+            self.names_of_metrics[of] = list(metrics)
+            for names in gather_object([list(metrics)]):
+                check_names(metrics, names)
         if self.layout.processes == 1:
             return metrics
         names = sorted(metrics)  # Each rank may have met them in another order.
