@@ -54,10 +54,9 @@ def before_backward(module: torch.nn.Module, accumulation: str, is_last: bool, r
         module.set_reshard_after_backward(is_last, recurse=recurse)
 
 
-def sharding_options(accelerator: Accelerator, is_exact: bool) -> dict[str, Any]:
-    """What the launcher file says about FSDP2, as fully_shard() takes it. In float32 if it is to be exact."""
-    in_bf16 = accelerator.mixed_precision == "bf16" and not is_exact
+def sharding_options(accelerator: Accelerator) -> dict[str, Any]:
+    """What the launcher file says about FSDP2, as fully_shard() takes it."""
     return {
         "reshard_after_forward": accelerator.state.fsdp_plugin.reshard_after_forward,
-        "mp_policy": BF16_POLICY if in_bf16 else MixedPrecisionPolicy(),
+        "mp_policy": BF16_POLICY if accelerator.native_amp else MixedPrecisionPolicy(),
     }

@@ -139,8 +139,8 @@ class Parallelism:
         if layout.pp > 1:
             self.pipeline_groups = PipelineGroups(self.mesh["pp"].get_group(), self.mesh.mesh.reshape(layout.pp, -1))
 
-    def divide(self, model: torch.nn.Module, is_exact: bool = False) -> None:
-        """Leave of a model what this rank computes, on its device. If it is to be exact, in float32 in any case."""
+    def divide(self, model: torch.nn.Module) -> None:
+        """Leave of a model what this rank computes, on its device."""
         layout, experts, partial = self.layout, [], []
         if layout.pp > 1:  # 1. The layers of this rank. The others stay as names and shapes, on the meta device.
             self.pipeline = PipelineSchedule(
@@ -158,7 +158,7 @@ class Parallelism:
         empty_weights(model, None, waiting)
         model._apply(lambda tensor: tensor if self.is_moved_later(tensor) else tensor.to(self.accelerator.device))
         if layout.is_sharded:  # 4. FSDP2 of what is left.
-            options = sharding_options(self.accelerator, is_exact)
+            options = sharding_options(self.accelerator)
             if experts:
                 shard_experts(model, experts, self.expert_mesh, layout, options)
             among = self.mesh["dp_replicate", "data"] if layout.dp_replicate > 1 else self.mesh["data"]
@@ -196,8 +196,8 @@ class Parallelism:
             small.eval()
         whole = [try_out_whole(small, self.loss_of) if is_main_process() else None]
         broadcast_object_list(whole)
-        with patched(self.accelerator, "native_amp", False):
-            self.divide(small, is_exact=True)
+        with patched(self.accelerator, "native_amp", False):  # In float32, under FSDP2, too.
+            self.divide(small)
             fails = f"launch: divided as {layout}, no pass of this {kind} works; take FSDP2"
             if layout.tp > 1:
                 fails = f"{layout.setting('tp')}: must divide the attention heads and the key heads of this {kind}"
