@@ -132,6 +132,12 @@ def first_update(optimizer: torch.optim.Optimizer) -> None:
     changed = sorted({key for old, new in zip(before, now) for key in new if new[key] != old.get(key)})
     advice = "no checkpoint keeps; let it keep them as tensors in the state of each weight"
     require(not changed, f"{name} changes {', '.join(changed)} of its parameter groups, which {advice}")
+    check_state(optimizer)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError if the optimizer keeps of a weight what no checkpoint does."""
+    name = f"build_optimizer: {type(optimizer).__name__}"
     for weight, state in optimizer.state.items():
         for key, value in state.items():
             if type(value) not in (torch.Tensor, DTensor):

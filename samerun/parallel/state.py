@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from samerun.model.outline import unwrapped
+from samerun.optim import check_state
 
 
 def retarget(
@@ -70,14 +71,11 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     weights, optimizer_state = get_state_dict(wrapped, optimizers, options=options)
     for optimizer in new:
+        check_state(optimizer)
         for of_weight in optimizer.state.values():
             if "step" in of_weight:
                 of_weight["step"].zero_()
-    model, state = unwrapped(wrapped), {}
+    model = unwrapped(wrapped)
     tied = {*model.all_tied_weights_keys, *names_of_shared(model)}  # Saved once, by the name of what they are tied to.
-    for name, value in optimizer_state.items():
-        if name.startswith("state."):
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"{name} of the optimizer is {value!r}: only tensors can be saved")
-            state[f"optimizer.{name}"] = value
+    state = {f"optimizer.{name}": value for name, value in optimizer_state.items() if name.startswith("state.")}
     return state | {f"model.{name}": value for name, value in weights.items() if name not in tied}

@@ -296,6 +296,15 @@ def test_what_an_optimizer_keeps_is_in_checkpoints(task, tmp_path, monkeypatch, 
     assert refused is None or f"error: build_optimizer: {refused}" in done.output
 
 
+def test_an_optimizer_whose_state_no_checkpoint_keeps_in_a_continued_run(task, tmp_path, monkeypatch):
+    """Its state is made before the checkpoint is loaded into it, and that before its first update."""
+    config, *_ = task
+    run(tmp_path, config, "--run.max_steps", 5)
+    monkeypatch.setattr(train, "build_optimizer", lambda model, config: [OfParts(model.parameters(), count=0)])
+    done = run(tmp_path, config, "--run.allow_changes", "[optim.name]", expect=2)
+    assert "error: build_optimizer: OfParts keeps updates as 1; checkpoints keep tensors only" in done.output
+
+
 @pytest.fixture
 def divided_weight():
     """As FSDP2 divides it."""
