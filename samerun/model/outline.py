@@ -49,18 +49,15 @@ def loading_options(config: Model) -> dict[str, Any]:
     }
 
 
-def train_every_row(model: torch.nn.Module, draw: bool = False) -> None:
-    """Let no embedding leave out the pad token, whose row would stay 0. With `draw`, it gets other numbers.
+def train_every_row(model: torch.nn.Module) -> None:
+    """Let no embedding leave out the pad token, whose row would stay 0.
 
     Nothing is padded with it here, and by its number it may be any token: families have a default for pad_token_id,
     whatever the tokenizer is.
     """
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-            number, module.padding_idx = module.padding_idx, None
-            if draw:
-                row = module.weight.data[number]
-                row.copy_(torch.randn_like(row) * module.weight.data.std())
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
 
 
 def extend_embeddings(model: PreTrainedModel, vocab_size: int) -> None:
@@ -77,7 +74,7 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
         model = kind.from_pretrained(config.pretrained, config=found, **options)
     else:
         model = kind.from_config(found, **options)
-    train_every_row(model, draw=not config.pretrained)
+    train_every_row(model)
     return model
 
 
