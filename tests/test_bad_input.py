@@ -907,17 +907,22 @@ case(
     "32 positions",
     make=model_folder(),
 )
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 case(
     "rope of the longest row",
+    architecture(model_type="phi3", pad_token_id=0, original_max_position_embeddings=16, rope_parameters=LONGROPE),
+    "longrope",
+    "batch.max_micro_batch_size: 1",
+    "data.sequence_length to at most 16",
+)
+case(
+    "rope of the longest row in some layers",
     architecture(
-        model_type="phi3",
-        pad_token_id=0,
-        original_max_position_embeddings=16,
+        model_type="gemma3_text",
+        head_dim=8,
         rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4,
+            "full_attention": LONGROPE | {"factor": 2.0, "original_max_position_embeddings": 16},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
     "longrope",

@@ -388,6 +388,7 @@ def test_accelerate_knows_of_copies_and_shards_only(monkeypatch):
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+SHORT_LONGROPE = LONGROPE | {"original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize("way", FILES)
@@ -395,8 +396,9 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
     "size, change, attention, message",
     [
         (2, {}, "eager", "{way}_size 2 needs model.attention sdpa, and a model that works without padding"),
-        (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}, DOCUMENTS, "<= 16"),
+        (2, {"rope_parameters": SHORT_LONGROPE}, DOCUMENTS, "<= 16"),
         (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, DOCUMENTS, "<= 20"),
+        (2, {"rope_parameters": {"full_attention": SHORT_LONGROPE}}, DOCUMENTS, "<= 16"),
         (2, {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 24}}, DOCUMENTS, None),
         (4, {}, DOCUMENTS, None),
     ],

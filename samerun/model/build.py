@@ -89,12 +89,16 @@ def check_settings(
     defaults = type(holder)().to_dict()
     unknown = [key for key in given if key in holder.to_dict() and key not in defaults]
     refuse([key for key in unknown if not is_read(key, holder, found)], title, defaults)
-    rope = given.get("rope_scaling") or given.get("rope_parameters")
-    if isinstance(rope, dict):
-        known = {*ROPE_SETTINGS, *holder.ignore_keys_at_rope_validation, *(defaults.get("rope_parameters") or {})}
-        ropes = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # One for each kind of layer.
-        keys = itertools.chain(*ropes)
-        refuse([key for key in keys if key not in known], f"the rope of {title}", known)
+    known = {*ROPE_SETTINGS, *holder.ignore_keys_at_rope_validation, *(defaults.get("rope_parameters") or {})}
+    keys = itertools.chain(*ropes_in(given.get("rope_scaling") or given.get("rope_parameters")))
+    refuse([key for key in keys if key not in known], f"the rope of {title}", known)
+
+
+def ropes_in(rope_parameters: Any) -> list[dict[str, Any]]:
+    """The only rope of a model, or one for each kind of its layers."""
+    if not isinstance(rope_parameters, dict):
+        return []
+    return [rope for rope in rope_parameters.values() if isinstance(rope, dict)] or [rope_parameters]
 
 
 def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from samerun.data.batches import MicroBatch, collate
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.meeting import Meeting
 from samerun.model.attention import DOCUMENTS, attention
-from samerun.model.build import has_known_layers, vocabulary_size
+from samerun.model.build import has_known_layers, ropes_in, vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs, patched, wants_chunks
 from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
@@ -273,9 +273,10 @@ def check_rope(model: torch.nn.Module, stages: list[Stage], sequence_length: int
 
     It has other frequencies for a whole pass as soon as one of its rows is longer than in the model's first training.
     """
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and max(stage.plan.micro_batch_size for stage in stages) > 1:
-        short = rope["original_max_position_embeddings"]
+    ropes = ropes_in(getattr(model.config.get_text_config(), "rope_parameters", None))
+    lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    if lengths and max(stage.plan.micro_batch_size for stage in stages) > 1:
+        short = min(lengths)
         advice = f"set batch.max_micro_batch_size: 1, or data.sequence_length to at most {short}"
         is_short = sequence_length <= short
         require(is_short, f"model: with its longrope, the loss of a row depends on the rows that go with it; {advice}")

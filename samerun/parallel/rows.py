@@ -15,6 +15,7 @@ from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, in_one_row, lengthen
 from samerun.errors import require
 from samerun.model.attention import DOCUMENTS, piece_of
+from samerun.model.build import ropes_in
 from samerun.parallel.layout import Layout
 
 
@@ -28,11 +29,11 @@ def check_shared_rows(model: torch.nn.Module, config: Config, layout: Layout) ->
     advice = "needs model.attention sdpa, and a model that works without padding"
     require(joins, f"{setting} {advice}; not {name}")
     # These frequencies follow from the longest document of a pass, of which each rank would know its part only.
-    rope = getattr(found, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        short = rope.get("original_max_position_embeddings", found.max_position_embeddings)
-        is_short = config.data.sequence_length <= short
-        require(is_short, f"{setting}: the rope of this {name} needs data.sequence_length <= {short}")
+    for rope in ropes_in(getattr(found, "rope_parameters", None)):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            short = rope.get("original_max_position_embeddings", found.max_position_embeddings)
+            is_short = config.data.sequence_length <= short
+            require(is_short, f"{setting}: the rope of this {name} needs data.sequence_length <= {short}")
 
 
 def part_of_row(batch: MicroBatch, layout: Layout, number: int, ranks: RowRanks | None) -> MicroBatch:
