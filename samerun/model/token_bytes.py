@@ -60,18 +60,14 @@ def measure_tokens(
     if tokenizer.convert_ids_to_tokens(texts[0][0]).startswith(SPACES):
         has_space[[token for name, token in tokenizer.get_vocab().items() if name.startswith(SPACES)]] = True
         opens[tokens_before_texts(config, tokenizer)] = True
-    for size_of in (byte_level_size, sentencepiece_size):
+    # GPT-2 and those after it write each byte as a character, and so does ByT5.
+    for size_of in (len, sentencepiece_size):
         inside = token_sizes(tokenizer, size_of, count)
         first = inside - has_space
         found = [np.where([True, *opens[ids[:-1]]], first[ids], inside[ids]).sum() for ids in texts]
         if found == [len(text.encode()) for text in TEXTS]:
             return TokenBytes(*(torch.from_numpy(table).to(device) for table in (inside, first, opens)))
     return None
-
-
-def byte_level_size(name: str) -> int:
-    """GPT-2 and those after it write each byte as a character, and so does ByT5."""
-    return len(name)
 
 
 def sentencepiece_size(name: str) -> int:
