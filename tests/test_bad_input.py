@@ -852,6 +852,21 @@ case(
 case(
     "sequence beyond the positions", architecture(max_position_embeddings=16), "data.sequence_length 32", "16 positions"
 )
+TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+TEXT |= {"num_key_value_heads": 1, "vocab_size": 384}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+case(
+    "sequence beyond the positions of the text",
+    {
+        "model.architecture": {
+            "model_type": "gemma3",
+            "text_config": TEXT | {"max_position_embeddings": 16},
+            "vision_config": VISION,
+        }
+    },
+    "data.sequence_length 32",
+    "16 positions",
+)
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 40}
 PROMPT = {"data.eval_fraction": 0.1, "eval.prompts": ["abc"]}
 case(

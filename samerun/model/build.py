@@ -54,7 +54,7 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
 
     check_architecture(architecture, found)
     check_is_loaded_again(found)
-    positions = getattr(found, "max_position_embeddings", None) or length
+    positions = getattr(found.get_text_config(), "max_position_embeddings", None) or length
     require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
 
