@@ -302,7 +302,7 @@ def test_an_optimizer_whose_state_no_checkpoint_keeps_in_a_continued_run(task, t
     run(tmp_path, config, "--run.max_steps", 5)
     monkeypatch.setattr(train, "build_optimizer", lambda model, config: [OfParts(model.parameters(), count=0)])
     done = run(tmp_path, config, "--run.allow_changes", "[optim.name]", expect=2)
-    assert "error: build_optimizer: OfParts keeps updates as 1; checkpoints keep tensors only" in done.output
+    assert "error: build_optimizer: OfParts keeps updates as 1; checkpoints keep plain tensors" in done.output
 
 
 @pytest.fixture
