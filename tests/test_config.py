@@ -253,8 +253,9 @@ val_set_size device_train_microbatch_size
 
 def test_names_of_other_trainers_are_answered_with_ours(refusal):
     """Written in any way, and in any section: with the setting that it is here, and what that does."""
-    assert FOREIGN_NAMES.keys() >= set(KNOWN_ELSEWHERE.split())
-    for name, ours in FOREIGN_NAMES.items():
+    answers = {name: ours for ours, names in FOREIGN_NAMES.items() for name in names.split()}
+    assert answers.keys() >= set(KNOWN_ELSEWHERE.split())
+    for name, ours in answers.items():
         for key in name, name.replace("_", "-"), f"run.{name}":
             answer = f"{key}: unknown key; did you mean {ours}? {FIELDS[ours]['description']}"
             assert refusal(f"--{key}", "1") == answer

@@ -79,8 +79,6 @@ def sources(house: House) -> None:
     house.drop_definition("Config.check_sources")
     house.drop_statements("nearest_setting", "in_source")
     house.drop_statements("type_words", "additionalProperties")
-    house.drop_element("FOREIGN_NAMES", "datasets")
-    house.drop_element("FOREIGN_NAMES", "dataset_mixer")
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
     house.drop_field("StepBatch.source_targets")

@@ -464,7 +464,8 @@ class House:
                 edits.append((*self.span(node), repr(off)))
             elif isinstance(node, ast.Dict):
                 pairs = [pair for pair in zip(node.keys, node.values) if pair[0]]
-                edits += [self.without_entry(*pair) for pair in pairs if constant(pair[1]) == path]
+                pairs = [pair for pair in pairs if isinstance(constant(pair[1]), str)]  # Names and settings.
+                edits += [self.without_entry(*pair) for pair in pairs if path in map(constant, pair)]
             elif isinstance(node, ast.List | ast.Tuple | ast.Set):
                 for at, element in enumerate(node.elts):
                     if constant(element) == path:
