@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from samerun.errors import UserError, require
-from samerun.value_types import Columns, Folder, Location, Names, Text, Texts
+from samerun.value_types import Columns, Folder, Location, Text, Texts
 
 # What decides a run besides its settings. Checkpoints and run.allow_changes have them under these names.
 ROWS, ROW_ORDER, FROZEN, GONE = "data fingerprint", "order of the rows", "frozen weights", "settings that are gone"
@@ -79,7 +79,7 @@ class Run(Section):
     """'auto': continue from the newest checkpoint. 'never': refuse if there is one. Or the folder of a checkpoint."""
     init_from: Location | None = None
     """Folder of a checkpoint whose weights start this run at step 0."""
-    allow_changes: MayChange[Names] = []
+    allow_changes: MayChange[Texts] = []
     """Settings that decide what a run learns, and may all the same differ from the checkpoint that it continues."""
     max_skipped_steps: MayChange[NonNegativeInt] = 0
     """How many updates in a row may be skipped because a number is not finite."""

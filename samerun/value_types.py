@@ -22,16 +22,6 @@ Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=Te
 # A column, or two: of prompts and of their completions.
 Columns = Annotated[Texts, Field(max_length=2)]
 
-
-def as_names(value: Any) -> Any:
-    """A list of settings, for which true stood in earlier versions."""
-    advice = "a launch that is refused says which, such as [optim.learning_rate]"
-    require(value is not True, f"name the settings that may change; {advice}")
-    return as_list(None if value is False else value)
-
-
-Names = Annotated[list[Text], BeforeValidator(as_names, json_schema_input_type=Text | list[Text] | None)]
-
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file, no shell has replaced the ~.
 
 

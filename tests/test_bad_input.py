@@ -141,7 +141,7 @@ case("string for an integer", {"run.max_steps": "100"}, "run.max_steps", "intege
 case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "integer", "True")
 case("fraction for an integer", {"run.log_every": 1.5}, "run.log_every", "integer", "1.5")
 case("integer for a boolean", {"run.keep_best": 1}, "run.keep_best", "boolean")
-case("changes that are not named", {"run.allow_changes": True}, "run.allow_changes: name the", "[optim.learning_rate]")
+case("changes that are not named", {"run.allow_changes": True}, "run.allow_changes: Input", "valid list, not True")
 case("changes of nothing", {"run.allow_changes": "optim.lr"}, "'optim.lr' is no setting", "as optim.learning_rate")
 case("string for a number", {"optim.learning_rate": "fast"}, "optim.learning_rate", "number", "'fast'")
 case("infinity", {"optim.learning_rate": float("inf")}, "optim.learning_rate", "finite")
