@@ -3,11 +3,13 @@
 import functools
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jinja2
 import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from samerun.data.encode import Encoder
@@ -196,41 +198,29 @@ def span_of_turn(
     return len(before), len(until)
 
 
+class GenerationBlocks(Extension):
+    """Reads generation blocks as scopes, which nothing else in a template is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line)
+
+
 @functools.cache
 def marks_turns(template: str) -> bool:
     """Whether generation blocks of the template tell what the assistant says.
 
     transformers loses their places within a block whose text is written later than it is made, such as a macro.
     """
-    open_blocks, found = [], False
     try:
-        for first, *others in tags_of(template):
-            is_block = "=" not in itertools.takewhile(lambda word: word != "(", others)
-            is_later = first in ("macro", "call", "filter") or (first == "set" and is_block)
-            if is_later or first == "for":
-                open_blocks.append(is_later or "recursive" in others)
-            elif first in ("endmacro", "endcall", "endfilter", "endset", "endfor"):
-                open_blocks.pop()
-            elif first == "generation":
-                if any(open_blocks):
-                    return False
-                found = True
-    except (jinja2.TemplateSyntaxError, ValueError, IndexError):  # To render it says where.
+        tree = jinja2.Environment(extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError:  # To render it says where.
         return False
-    return found
-
-
-def tags_of(template: str) -> Iterator[list[str]]:
-    """The words and signs of each tag {% ... %} of a template."""
-    words = None
-    for _, kind, value in jinja2.Environment().lex(template):
-        if kind == "block_begin":
-            words = []
-        elif kind == "block_end":
-            yield words
-            words = None
-        elif words is not None and kind in ("name", "operator"):
-            words.append(value)
+    later = list(tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)))
+    later += [loop for loop in tree.find_all(nodes.For) if loop.recursive]
+    return tree.find(nodes.Scope) is not None and not any(block.find(nodes.Scope) for block in later)
 
 
 def render(
