@@ -102,15 +102,8 @@ def without_folders(pattern: str) -> list[str]:
     return [f"{before}**/{end}" for end in ends] + [f"{before}{end}" for end in ends]
 
 
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv"}
+BUILDERS |= {".parquet": "parquet", ".arrow": "arrow"}
 
 ARCHIVES = {".zip", ".tar", ".tgz"}
 
@@ -277,19 +270,17 @@ def identity_of(source: Source) -> list[Any]:
 
 def identity_of_path(path: str, name: str | None) -> list[Any]:
     """What datasets says of a data set from the Hub or in a folder, which it tells by names, times and revisions."""
-    cache = data_cache()
-    note = cache / "train-sources" / f"{hashed_key(path, name)}.json"
-    if is_read_only(cache) and not os.path.exists(path):
-        return json.loads(note.read_text())  # datasets would want to write here even to know it.
-    if is_read_only(cache):
-        with tempfile.TemporaryDirectory() as empty:
+    if os.path.exists(path):
+        with tempfile.TemporaryDirectory() as empty:  # The cache may be read-only.
             builder = datasets.load_dataset_builder(path, name, cache_dir=empty)
             return [os.path.relpath(builder.cache_dir, empty), stamps_of(local_files(builder))]
-    builder = datasets.load_dataset_builder(path, name)
-    identity = [os.path.relpath(builder.cache_dir, cache), stamps_of(local_files(builder))]
-    if not os.path.exists(path):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(note, json.dumps(identity))
+    cache = data_cache()
+    note = cache / "train-sources" / f"{hashed_key(path, name)}.json"
+    if is_read_only(cache):  # datasets would want to write here even to know it.
+        return json.loads(note.read_text())
+    identity = [os.path.relpath(datasets.load_dataset_builder(path, name).cache_dir, cache)]
+    note.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(note, json.dumps(identity))
     return identity
 
 
