@@ -10,11 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-if hasattr(os, "sched_getaffinity"):
-    CORES = len(os.sched_getaffinity(0))
-else:  # macOS
-    CORES = os.cpu_count()
-
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # The latter on macOS.
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # Of prctl() in Linux.
 
