@@ -387,7 +387,7 @@ def test_a_cache_disk_that_is_full(tmp_path, monkeypatch, full):
     (tmp_path / "a.txt").write_text("some words")
     config["data"] = {"files": str(tmp_path / "a.txt"), "tokenizer": "bytes", "sequence_length": 4}
     done = run(tmp_path, config, expect=1)
-    cache = f"{os.strerror(full or 0)}: the cache of data sets, {datasets.config.HF_DATASETS_CACHE}; make room there"
+    cache = f"{os.strerror(full or 0)}: '{datasets.config.HF_DATASETS_CACHE}'; make room there"
     place = "No usable temporary directory found in ['/tmp', '/var/tmp']; set TMPDIR to a folder that can be written"
     assert (cache if full else place) in done.output and "cannot use" not in done.output
 

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from samerun.data.token_files import (
     open_token_files,
 )
 from samerun.data.tokenize import tokenize
-from samerun.errors import is_full, require, say
+from samerun.errors import name_place, require, say
 from samerun.files import delete, replace_file, size_and_checksum, stamp, sync
 
 
@@ -283,21 +282,14 @@ def load_rows(
         try:
             make_index(folder, tokens, config, tokenizer, seed, held_out, others)
         except OSError as error:
-            if is_full(error):
-                raise OSError(error.errno, f"{os.strerror(error.errno)}: the cache of data sets, {cache}") from error
+            name_place(error, cache)
             raise
         index = json.loads((folder / "index.json").read_text())
     return Dataset(folder, index, seed)
 
 
 def make_index(
-    folder: Path,
-    tokens: Path,
-    config: Data,
-    tokenizer,
-    seed: int,
-    held_out: bool,
-    others: list[Dataset] | None,
+    folder: Path, tokens: Path, config: Data, tokenizer, seed: int, held_out: bool, others: list[Dataset] | None
 ) -> None:
     """Write the index of load_rows() into the folder. `tokens` is where tokens are kept."""
     flat, notes = names_of_token_files(config), []
