@@ -27,17 +27,17 @@ class Dataset:
     def __init__(self, folder: Path, index: dict[str, Any], seed: int):
         """Open what write_index() has left in the folder."""
 
-        def mapped(name: str) -> np.ndarray:
-            return np.frombuffer(mapped_file(folder / name), np.int64)
+        def mapped(name: str) -> np.ndarray | None:
+            return np.frombuffer(mapped_file(folder / name), np.int64) if name in index["sizes"] else None
 
         self.folder = folder
         self.index = index
         self.order = Order(len(self), seed)
         self.tokens = index["tokens"]
         self.edges = mapped("edges.bin")
-        self.first = mapped("first.bin") if "first.bin" in index["sizes"] else None  # None: each row is one segment.
-        self.targets = mapped("targets.bin") if "targets.bin" in index["sizes"] else None  # Before each row.
-        self.hashes = mapped("hashes.bin") if "hashes.bin" in index["sizes"] else None  # Of each document.
+        self.first = mapped("first.bin")  # None: each row is one segment.
+        self.targets = mapped("targets.bin")  # Before each row. None: there are no labels.
+        self.hashes = mapped("hashes.bin")  # Of each document. None: nothing is evaluated.
         self.extents = mapped("extents.bin").reshape(2 + len(index["types"]), -1)
         self.types = [np.dtype(name) for name in index["types"]]
         self.files = [np.frombuffer(mapped_file(file), np.uint8) for file, _ in index["token_files"]]
@@ -197,11 +197,9 @@ class Mixture(Dataset):
 
     def times_seen(self, rows: int) -> dict[str, float]:
         """How often each source is seen in so many rows."""
-        block = len(self.source_of_slot)
-        times = {}
-        for (name, data), count in zip(self.sources.items(), self.counts):
-            times[name] = rows * count / block / len(data)
-        return times
+        blocks = rows / len(self.source_of_slot)
+        counts = zip(self.sources.items(), self.counts)
+        return {name: blocks * count / len(data) for (name, data), count in counts}
 
 
 def all_sizes(data: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
