@@ -55,22 +55,8 @@ def tokenize(documents: datasets.Dataset, config: Data, tokenizer, folder: Path)
     if missing:
         in_parts = f"; {len(missing)} of {count} parts are left to do" if len(missing) < count else ""
         say(f"Tokenizing {len(documents):,} documents{in_parts}.")
-        what = f"data: cannot use {' and '.join(documents.column_names)} as {config.format}"
-        with killed_processes_explained(), as_user_error(what):
-            tokenize_parts(documents, missing, config, Encoder(tokenizer, config.parse_special_tokens), files)
+        tokenize_parts(documents, missing, config, Encoder(tokenizer, config.parse_special_tokens), files)
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-
-
-@contextmanager
-def killed_processes_explained() -> Iterator[None]:
-    """The data are not to blame if one of the processes that tokenize them is killed."""
-    try:
-        yield
-    except UserError as error:
-        if not isinstance(error.__cause__, BrokenProcessPool):
-            raise
-        why = "as the system does when memory is short; the same command continues with the parts that are left"
-        raise MemoryError(f"data: a process that tokenized was killed, {why}") from error
 
 
 def clear(part: Path) -> None:
@@ -118,9 +104,12 @@ def map_on_cores(function: Callable, values: list[int]) -> Iterator[Iterator]:
             with signals_blocked():
                 results = [pool.submit(call_kept, value) for value in values]
             yield (result.result() for result in results)
-        except BaseException:
+        except BaseException as error:
             for process in multiprocessing.active_children():  # What they have begun may take minutes.
                 process.kill()
+            if isinstance(error, BrokenProcessPool):  # The data are not to blame.
+                why = "as the system does when memory is short; the same command continues with the parts that are left"
+                raise MemoryError(f"data: a process that tokenized was killed, {why}") from error
             raise
 
 
@@ -156,8 +145,8 @@ def tokenize_part(
     settings = {"columns": columns, "encoder": encoder}
     if is_chat:
         settings["train_on"] = config.train_on
-    try:
-        with exact_json():
+    with as_user_error(f"data: cannot use {' and '.join(columns)} as {config.format}"), exact_json():
+        try:
             part.map(
                 tokenize_chat if is_chat else tokenize_text,
                 fn_kwargs=settings,
@@ -170,13 +159,13 @@ def tokenize_part(
                 new_fingerprint=f"{file.parent.name}-{file.stem}",
                 desc=f"Tokenize {file.stem}",
             )
-    except LookupError as error:  # From tokenize_chat(): the number of a document, and why it cannot be used.
-        at, *why = error.args
-        if not why:
-            raise
-        rows = kept_rows(part)
-        row = edges[number] + at if rows is None else rows[at]
-        raise UserError(f"{place_of_row(documents, config, row)}: {why[0]}") from error
+        except LookupError as error:  # From tokenize_chat(): the number of a document, and why it cannot be used.
+            at, *why = error.args
+            if not why:
+                raise
+            rows = kept_rows(part)
+            row = edges[number] + at if rows is None else rows[at]
+            raise UserError(f"{place_of_row(documents, config, row)}: {why[0]}") from error
     note_files(file.with_suffix(".json"), [file])
     return len(part)
 
