@@ -91,12 +91,13 @@ def test_a_tokenizer_without_a_token_for_what_it_does_not_know(tmp_path):
     assert measure_tokens(config, tokenizer, 3, torch.device("cpu")) is None
 
 
-def test_texts_without_an_end_are_told(tmp_path, capsys):
+@pytest.mark.parametrize("texts", [Data(files="a"), Data(sources={"a": {"files": "a", "weight": 1}})])
+def test_texts_without_an_end_are_told(tmp_path, capsys, texts):
     """The tokens of texts, which then have no end, but not ready ones."""
     name = str(saved(tmp_path / "tokenizer", Tokenizer(models.WordLevel({"A": 0}))))
     load_tokenizer(Data(files="a", format="tokens", tokenizer=name), Model())
     assert capsys.readouterr().out == ""
-    load_tokenizer(Data(files="a", tokenizer=name), Model())
+    load_tokenizer(texts.model_copy(update={"tokenizer": name}), Model())
     assert "no end-of-text token" in capsys.readouterr().out
 
 

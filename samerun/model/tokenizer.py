@@ -41,8 +41,8 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     set_variables(tokenizer, config.chat_template_kwargs or {})
     if config.has_chats:
         check_template(tokenizer)
-    has_texts = any(source.format == "text" for source in (config.sources or {"": config}).values())
-    if has_texts and tokenizer.eos_token_id is None:
+    formats = {source.format or config.format for source in (config.sources or {"": config}).values()}
+    if "text" in formats and tokenizer.eos_token_id is None:
         say("The tokenizer has no end-of-text token. So the model does not learn where a text ends.")
     return tokenizer
 
