@@ -199,13 +199,14 @@ def span_of_turn(
 
 
 class GenerationBlocks(Extension):
-    """Reads generation blocks as scopes, which nothing else in a template is."""
+    """Reads generation blocks as overlay scopes, which no tag of jinja's own is."""
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> nodes.Scope:
+    def parse(self, parser: Parser) -> nodes.OverlayScope:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line)
+        inside = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.OverlayScope(nodes.Const(None), inside, lineno=line)
 
 
 @functools.cache
@@ -220,7 +221,7 @@ def marks_turns(template: str) -> bool:
         return False
     later = list(tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)))
     later += [loop for loop in tree.find_all(nodes.For) if loop.recursive]
-    return tree.find(nodes.Scope) is not None and not any(block.find(nodes.Scope) for block in later)
+    return tree.find(nodes.OverlayScope) is not None and not any(block.find(nodes.OverlayScope) for block in later)
 
 
 def render(

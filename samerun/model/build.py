@@ -110,10 +110,14 @@ def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
 
 def is_read(setting: str, holder: transformers.PreTrainedConfig, found: transformers.PreTrainedConfig) -> bool:
     """Whether the code of the model reads a setting that its config class does not declare, as that of Qwen3-MoE does
-    with head_dim. Where a part of the config is that of the text, the code reads the settings of the text there."""
+    with head_dim. Where a part of the config is that of the text, the code reads the settings of the text there.
+
+    Rotary embeddings read head_dim even where attention does not, as in GPT-NeoX, so their code does not count.
+    """
     kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = kinds.get(type(holder), None) or kinds.get(type(found), None)
     code = inspect.getsource(inspect.getmodule(kind)) if kind else ""
+    code = re.sub(r"^class \w*RotaryEmbedding\b.*?(?=^\S)", "", code, flags=re.DOTALL | re.MULTILINE)
     return holder.get_text_config() is holder and bool(re.search(rf'config(\.|,\s*"){re.escape(setting)}\b', code))
 
 
