@@ -73,6 +73,7 @@ FOREIGN_NAMES = {
     "optim.learning_rate": "lr",
     "batch.global_batch_size": "batch_size total_batch_size train_batch_size global_train_batch_size "
     "gradient_accumulation_steps gradient_accumulation_iters",
+    "batch.accumulation": "sync_each_micro_step",
     "batch.max_micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size local_batch_size "
     "device_train_microbatch_size micro_batch_size auto_find_batch_size",
     "run.max_epochs": "num_train_epochs num_epochs epochs",

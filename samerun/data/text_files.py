@@ -102,10 +102,13 @@ def parts_of(file: str, config: datasets.BuilderConfig) -> Iterator[list[dict[st
     """The rows of a file, some at a time: its lines, or what is in the list that the file, or a field of it, is."""
     with open_json(file, config) as lines:
         first = next((line for line in lines if line.strip()), "{}")
+    is_of_lines = config.field is None and first.lstrip().startswith("{")
     try:
-        is_of_lines = isinstance(json.loads(first), dict) and config.field is None
-    except ValueError:  # Told below, unless the text goes on in other lines.
+        list(values_of(first))
+    except json.JSONDecodeError:  # Told below, unless the text goes on in other lines.
         is_of_lines = False
+    except ValueError:  # Told with the line.
+        pass
     if is_of_lines:
         yield from parts_of_lines(file, config)
         return
