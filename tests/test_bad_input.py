@@ -834,11 +834,6 @@ case(
     "text_config has no setting hidden_sise",
     "hidden_size",
 )
-case(
-    "setting of a part beside it",
-    {"model.architecture": {"model_type": "gemma3", "head_dim": 32}},
-    "gemma3 has no setting head_dim",
-)
 case("wrong type in the architecture", architecture(hidden_size="big"), "model", "hidden_size", "int")
 case("heads do not divide", architecture(num_attention_heads=3), "model", "16", "3", "heads")
 case(

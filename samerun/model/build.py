@@ -2,10 +2,8 @@
 
 import copy
 import difflib
-import inspect
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,21 +72,24 @@ def check_is_loaded_again(found: transformers.PreTrainedConfig) -> None:
 
 def check_architecture(architecture: dict[str, Any], found: transformers.PreTrainedConfig) -> None:
     """Raises UserError for settings that transformers takes without a word, and that would have no effect."""
-    check_settings(architecture, found, found, found.model_type)
+    check_settings(architecture, found)
     for part in found.sub_configs:
         if isinstance(architecture.get(part), dict):
-            check_settings(architecture[part], getattr(found, part), found, part)
+            check_settings(architecture[part], found, part)
 
 
-def check_settings(
-    given: dict[str, Any], holder: transformers.PreTrainedConfig, found: transformers.PreTrainedConfig, title: str
-) -> None:
-    """check_architecture() of what `holder` got, which is the whole config or one of its parts."""
+def check_settings(given: dict[str, Any], found: transformers.PreTrainedConfig, part: str = "") -> None:
+    """check_architecture() of a whole config, or of one of its parts."""
     for name, advice in SET_ELSEWHERE.items():
         require(name not in given, f"model.architecture: {name} has no effect here; {advice}")
+    holder, title = found, found.model_type
+    if part:
+        holder, title = getattr(found, part), part
     defaults = type(holder)().to_dict()
     unknown = [key for key in given if key in holder.to_dict() and key not in defaults]
-    refuse([key for key in unknown if not is_read(key, holder, found)], title, defaults)
+    with as_user_error(f"model.architecture: cannot build {given}"):
+        unknown = [key for key in unknown if not shapes_weights(key, found, part)]
+    refuse(unknown, title, defaults)
     known = {*ROPE_SETTINGS, *holder.ignore_keys_at_rope_validation, *(defaults.get("rope_parameters") or {})}
     keys = itertools.chain(*ropes_in(given.get("rope_scaling") or given.get("rope_parameters")))
     refuse([key for key in keys if key not in known], f"the rope of {title}", known)
@@ -108,17 +109,29 @@ def refuse(unknown: list[str], what: str, known: Iterable[str]) -> None:
         raise UserError(f"model.architecture: {what} has no setting {', '.join(unknown)}; near are {near}")
 
 
-def is_read(setting: str, holder: transformers.PreTrainedConfig, found: transformers.PreTrainedConfig) -> bool:
-    """Whether the code of the model reads a setting that its config class does not declare, as that of Qwen3-MoE does
-    with head_dim. Where a part of the config is that of the text, the code reads the settings of the text there.
+def shapes_weights(setting: str, found: transformers.PreTrainedConfig, part: str = "") -> bool:
+    """Whether a model cannot be built without this setting, which may be one of a part of the config, or another value
+    of it makes other weights. Some models read one that their config class does not declare, as those of Qwen3-MoE do
+    with head_dim."""
+    changed = copy.deepcopy(found)
+    holder = getattr(changed, part) if part else changed
+    value = getattr(holder, setting)
+    if not isinstance(value, int | float):
+        return False
+    shapes = shapes_of(found)
+    try:
+        delattr(holder, setting)
+        shapes_of(changed)
+    except Exception:  # Whatever the code of the model makes of it.
+        return True
+    setattr(holder, setting, not value if isinstance(value, bool) else 2 * value)
+    return shapes_of(changed) != shapes
 
-    Rotary embeddings read head_dim even where attention does not, as in GPT-NeoX, so their code does not count.
-    """
-    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    kind = kinds.get(type(holder), None) or kinds.get(type(found), None)
-    code = inspect.getsource(inspect.getmodule(kind)) if kind else ""
-    code = re.sub(r"^class \w*RotaryEmbedding\b.*?(?=^\S)", "", code, flags=re.DOTALL | re.MULTILINE)
-    return holder.get_text_config() is holder and bool(re.search(rf'config(\.|,\s*"){re.escape(setting)}\b', code))
+
+def shapes_of(found: transformers.PreTrainedConfig) -> list[torch.Size]:
+    """The shapes of the weights of a model."""
+    with torch.device("meta"):
+        return [weight.shape for weight in transformers.AutoModelForCausalLM.from_config(found).parameters()]
 
 
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
