@@ -258,6 +258,8 @@ def read_manifest(folder: Path) -> dict:
         require(not is_named or step_of(folder) == progress.step, f"it is of step {progress.step}, by another name")
         others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
         require(not others, f"{min(others, default='')} beside it is not of it, and would be read; move it away")
+        are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
+        require(are_sizes_and_sums, "its files are not listed by size and checksum")
         return manifest
 
 
