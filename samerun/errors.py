@@ -115,7 +115,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_main_process() -> bool:
-    """The same as the Accelerator's answer, which is that of RANK, too, and known from the start."""
+    """What the Accelerator answers, which goes by RANK, too; but this is known from the start."""
     return os.environ.get("RANK", "0") == "0"
 
 

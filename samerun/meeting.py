@@ -44,7 +44,7 @@ class Meeting:
         self.pulse = threading.Thread(target=self.say_alive, daemon=True)
         check_environment()
         self.rank, self.size = number_in("RANK", 0), number_in("WORLD_SIZE")
-        begin = "they, and --machine_rank, begin with 0; without a launcher, unset RANK"
+        begin = "ranks, and --machine_rank, begin with 0; without a launcher, unset RANK"
         require(self.rank < self.size, f"launch: RANK {self.rank} of WORLD_SIZE {self.size}: {begin}")
 
     def __enter__(self) -> "Meeting":

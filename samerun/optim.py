@@ -1,4 +1,4 @@
-"""What build_optimizer(), which is in train.py, stands on: which weights decay, which are for Muon, skipped updates."""
+"""What build_optimizer() in train.py stands on: which weights decay, which are for Muon, AdamW in 8 bits, the guard."""
 
 from typing import Any
 

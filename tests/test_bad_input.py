@@ -373,6 +373,12 @@ case(
     make=jsonl({"text": "fine"}, "", '{"text": "cut of'),
 )
 case(
+    "broken jsonl with several rows in a line",
+    ROWS,
+    "line 2 is no JSON: Unterminated string starting at: character 10",
+    make=jsonl('{"text": "a"} {"text": "b"}', '{"text": "cut of'),
+)
+case(
     "broken json", ROWS | {"data.files": "TMP/a.json"}, "TMP/a.json", "line 2 column 2", make=file("a.json", b"[1,\n }")
 )
 case("a number for a row", ROWS, "TMP/rows.jsonl", "line 2 is 5, and no object", make=jsonl({"text": "fine"}, 5))
@@ -817,6 +823,12 @@ case(
     "model.architecture",
     "llama has no setting num_layer",
     "num_hidden_layers",
+)
+case(
+    "setting that only a rotary embedding reads",
+    architecture(model_type="gpt_neox", head_dim=32),
+    "model.architecture",
+    "gpt_neox has no setting head_dim",
 )
 case("type in the architecture", architecture(dtype="bfloat16"), "model.architecture", "dtype", "model.dtype")
 case(

@@ -16,6 +16,7 @@ from helpers import ROOT
 from test_finetune import byte_tokenizer
 
 from samerun.config import Config, Data, Model
+from samerun.data.chat import marks_turns
 from samerun.data.documents import load_documents
 from samerun.data.tokenize import tokenize
 from samerun.errors import UserError
@@ -434,6 +435,12 @@ def test_generation_blocks_whose_text_is_written_later(made, tmp_path, way):
     told = [f"<{role}>" + (content if role == "user" else "") for role, content in TALK]
     answers = [content for role, content in TALK if role == "assistant"]
     assert pieces[1::2] == answers and "".join(pieces[::2]) == "".join(told)
+
+
+def test_only_generation_blocks_mark_turns():
+    assert not marks_turns(
+        "{% autoescape false %}{% for m in messages %}{{ m.content }}{% endfor %}{% endautoescape %}"
+    )
 
 
 def test_a_template_that_refuses_a_short_answer(made, tmp_path, capsys):

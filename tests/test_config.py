@@ -231,6 +231,7 @@ def test_a_misspelled_key_is_refused_and_the_right_one_named(refusal):
         ("optimizer.learning_rate", "optimizer: unknown key; did you mean optim"),  # The section, whatever is in it.
         ("optim.lr", "optim.lr: unknown key; did you mean optim.learning_rate?"),
         ("run.epochs", "run.epochs: unknown key; did you mean run.max_epochs?"),
+        ("batch.sync_each_micro_step", "batch.sync_each_micro_step: unknown key; did you mean batch.accumulation?"),
         ("run.zzzzzzzz", "run.zzzzzzzz: unknown key; python train.py --help"),  # Nothing is near.
         ("zzz.zzz", "zzz: unknown key; python train.py --help"),
     ],

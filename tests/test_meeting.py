@@ -373,7 +373,7 @@ def test_the_main_process_has_another_address(monkeypatch, capsys):
 def test_a_rank_beyond_the_last(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="launch: RANK 2 of WORLD_SIZE 2: they, and --machine_rank, begin with 0"):
+    with pytest.raises(UserError, match="launch: RANK 2 of WORLD_SIZE 2: ranks, and --machine_rank, begin with 0"):
         Meeting(1)
 
 

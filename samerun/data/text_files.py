@@ -102,14 +102,7 @@ def parts_of(file: str, config: datasets.BuilderConfig) -> Iterator[list[dict[st
     """The rows of a file, some at a time: its lines, or what is in the list that the file, or a field of it, is."""
     with open_json(file, config) as lines:
         first = next((line for line in lines if line.strip()), "{}")
-    is_of_lines = config.field is None and first.lstrip().startswith("{")
-    try:
-        list(values_of(first))
-    except json.JSONDecodeError:  # Told below, unless the text goes on in other lines.
-        is_of_lines = False
-    except ValueError:  # Told with the line.
-        pass
-    if is_of_lines:
+    if config.field is None and first.lstrip().startswith("{") and is_json(first):
         yield from parts_of_lines(file, config)
         return
     with open_json(file, config) as opened:
@@ -179,6 +172,16 @@ def values_of(text: str) -> Iterator[Any]:
         yield value
         while text[at : at + 1].isspace():
             at += 1
+
+
+def is_json(text: str) -> bool:
+    try:
+        list(values_of(text))
+    except json.JSONDecodeError:
+        return False
+    except ValueError:  # Told later, with the line.
+        pass
+    return True
 
 
 def row_of(value: Any, where: str) -> dict[str, Any]:
