@@ -63,6 +63,10 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
 
 
+def is_of_self(target: ast.expr) -> bool:
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+
+
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
     """What belongs to a statement itself: of an if, for or with its head, not the statements in it."""
     if isinstance(statement, DEFINITIONS):
@@ -664,6 +668,9 @@ class House:
         everywhere, found = Counter(), {}
         for tree in self.trees.values():
             everywhere.update(self.names_read(tree))
+        fields = [node for owner in self.nodes if isinstance(owner, ast.ClassDef) for node in owner.body]
+        own = {last_name(target) for node in fields for target in targets_of(node)}
+        own |= {target.attr for node in self.nodes for target in targets_of(node) if is_of_self(target)}
         for owner in self.nodes:
             if isinstance(owner, ast.Module | ast.ClassDef):
                 for node in owner.body:
@@ -675,6 +682,8 @@ class House:
                 read = self.variables_read(owner)
                 for node, target in self.targets_in(owner):
                     name = last_name(target)
+                    if isinstance(target, ast.Attribute) and name not in own:
+                        continue  # A library reads it, such as Accelerate its gradient_accumulation_steps.
                     if name and not (name in read if isinstance(target, ast.Name) else everywhere[name]):
                         found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
         return found
