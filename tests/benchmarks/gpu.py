@@ -8,7 +8,7 @@ resume     the same run killed by SIGKILL and continued
 host       how often the host waits for the GPU in a step without a log line, and copies memory that is not pinned
 launchers  each file of accelerate_configs/ as it is, with one process
 speed      configs/pretrain_1b.yaml from scratch on generated tokens, rows of 4,096, bf16: with and without compile,
-           gradient checkpointing and chunked loss
+           gradient checkpointing, chunked loss and 8-bit AdamW (needs bitsandbytes)
 memory     the peak of a step's tensors, with and without gradient checkpointing, to what --plan calculates
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
@@ -83,6 +83,8 @@ def lacking_libraries() -> dict[str, str]:
     lacking = {}
     if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
         lacking |= dict.fromkeys(("fp8.yaml", *FLOAT8), "torchao and a GPU")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        lacking |= {name: "bitsandbytes" for name in (*CHECKS, *SPEED) if "adamw_8bit" in name}
     if importlib.util.find_spec("trl") is None:
         lacking["TRL"] = "trl"
     return lacking
@@ -122,6 +124,7 @@ TINY = Size(
     (1, 70, 6, 6, 3, 150, 20),
 )
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
+EIGHT_BIT = "--optim.name", "adamw_8bit"
 CHUNKED, AT_ONCE = ("--model.chunked_loss", "true"), ("--model.chunked_loss", "false")
 
 
@@ -157,6 +160,7 @@ SPEED = {
     "compile, checkpointing": Variant((*COMPILE, *CHECKPOINTING)),
     "compile, all logits at once": Variant((*COMPILE, *AT_ONCE)),
     "compile, packing none": Variant((*COMPILE, "--data.packing", "none")),
+    "compile, adamw_8bit": Variant((*COMPILE, *EIGHT_BIT)),
 }
 SELDOM = "compile, a log line every fifth step"
 PACKED, PADDED = "compile, documents, packing concat", "compile, documents, packing none"
@@ -188,6 +192,9 @@ CHECKS = {
     "check CPU, full rows": ("no", ()),
     "check bf16, full rows": ("bf16", ()),
     "check bf16, full rows, compile, checkpointing": ("bf16", (*COMPILE, *CHECKPOINTING)),
+    "check CPU, adamw_8bit": ("no", EIGHT_BIT),
+    "check float32, adamw_8bit": ("no", EIGHT_BIT),
+    "check bf16, adamw_8bit": ("bf16", EIGHT_BIT),
 }
 FAST = *CHECKS, *LAUNCHERS, "resume", "host"  # Not timed.
 NEEDS = {
@@ -436,7 +443,8 @@ class Bench:
         print("|---|---|---|---|")
         for name, (precision, _) in CHECKS.items():
             if "CPU" not in name:
-                truth = self.result("check CPU, full rows" if "full rows" in name else "check CPU")
+                kinds = [kind for kind in ("full rows", "adamw_8bit") if kind in name]
+                truth = self.result(", ".join(["check CPU", *kinds]))
                 self.compare(name, self.result(name), truth, WORST[precision])
 
     def resume(self) -> None:
