@@ -107,6 +107,7 @@ FOREIGN_NAMES = {
     "model.compile": "torch_compile",
     "model.dtype": "torch_dtype",
     "model.lora": "lora_r lora_alpha",
+    "model.load_in_4bit": "bnb_4bit_quant_type load_in_8bit",
 }
 
 

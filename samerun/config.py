@@ -215,6 +215,8 @@ class Model(Section):
     """Type of the weights. bfloat16 is for the frozen weights below a LoRA adapter."""
     lora: dict[str, Any] | None = None
     """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
+    load_in_4bit: bool = False
+    """QLoRA: hold the matrices of the layers below a LoRA adapter in 4 bits each number (needs bitsandbytes)."""
     gradient_checkpointing: MayChange[bool] = False
     """Compute activations again in the backward pass. This saves memory and costs time."""
     chunked_loss: MayChange[bool | Literal["auto"]] = "auto"
@@ -315,8 +317,7 @@ class Config(Section):
         self.check_batch()
         self.check_tokenizer()
         for name in self.run.tracker_options:
-            used = name in self.run.trackers or "all" in self.run.trackers
-            require(used, f"run.tracker_options: {name!r} is none of run.trackers")
+            require({name, "all"} & {*self.run.trackers}, f"run.tracker_options: {name!r} is none of run.trackers")
         for name in self.run.allow_changes:
             known = name in (ROWS, ROW_ORDER, FROZEN, GONE) or setting_of(name) in config_fields(type(self))
             require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")

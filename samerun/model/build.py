@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,14 @@ from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
-from samerun.model.outline import extend_embeddings, is_of_transformers, load_whole, outline, unsplit_modules
+from samerun.model.outline import (
+    extend_embeddings,
+    is_of_transformers,
+    is_quantized,
+    load_whole,
+    outline,
+    unsplit_modules,
+)
 from samerun.model.weights import FirstWeights, put_placeholders
 from samerun.value_types import as_list
 
@@ -32,6 +40,8 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     """The transformers config of the model. Raises UserError for one that does not exist or does not fit the data."""
     name, architecture = config.model.pretrained, config.model.architecture or {}
     length = config.data.sequence_length
+    if config.model.load_in_4bit:
+        check_for_4bit(config.model)
     with as_user_error(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
         if name:
             is_adapter = transformers.utils.find_adapter_config_file(name) is not None
@@ -55,6 +65,13 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     positions = getattr(found.get_text_config(), "max_position_embeddings", None) or length
     require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
+
+
+def check_for_4bit(config: Model) -> None:
+    is_below = config.pretrained and config.lora is not None
+    require(is_below, "model.load_in_4bit: is for the weights of model.pretrained, below model.lora; give both")
+    is_there = importlib.util.find_spec("bitsandbytes") is not None
+    require(is_there, "model.load_in_4bit: needs bitsandbytes; pip install bitsandbytes==0.50.2")
 
 
 def check_is_loaded_again(found: transformers.PreTrainedConfig) -> None:
@@ -160,11 +177,13 @@ def outlined_model(
     torch.manual_seed(seed)
     with as_user_error(f"model: cannot build {config.pretrained or found.model_type}", config.pretrained):
         weights = FirstWeights(config, found, vocab_size, seed)
-        is_quantized = getattr(found, "quantization_config", None) is not None
-        model = load_whole(config, found) if is_quantized else outline(config, found)
+        is_whole = is_quantized(config, found)
+        model = load_whole(config, found) if is_whole else outline(config, found)
+        stays = not getattr(model, "is_quantized", False) or config.lora is not None
+        require(stays, "its weights are quantized, and cannot be trained; give model.lora, or take another model")
         check_vocab_size(config, model, vocab_size)
         extend_embeddings(model, vocab_size)
-        if not is_quantized:
+        if not is_whole:
             weights.names = put_placeholders(model)
         if config.attention == "sdpa" and model._supports_attention_backend and has_known_layers(model):
             transformers.AttentionInterface.register(DOCUMENTS, document_attention)

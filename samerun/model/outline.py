@@ -68,14 +68,37 @@ def extend_embeddings(model: PreTrainedModel, vocab_size: int) -> None:
 
 
 def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTrainedModel:
-    """The model in the memory of the host, as transformers makes it."""
+    """The model as transformers makes it: in the memory of the host or, if it is quantized, on the device."""
     kind, options = transformers.AutoModelForCausalLM, loading_options(config)
     if config.pretrained:
+        if config.load_in_4bit:
+            options["quantization_config"] = four_bits(config)
         model = kind.from_pretrained(config.pretrained, config=found, **options)
     else:
         model = kind.from_config(found, **options)
     train_every_row(model)
+    for module in model.modules():
+        # On such a CPU, an evaluation would let bitsandbytes rearrange the weights, and then they pass on no gradients.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model
+
+
+def four_bits(config: Model) -> transformers.BitsAndBytesConfig:
+    """As in QLoRA (arxiv.org/abs/2305.14314). The layers compute in the type of the weights that are left."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, config.dtype),
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+
+
+def is_quantized(config: Model, found: transformers.PreTrainedConfig) -> bool:
+    """Whether the weights are to be quantized, or their files are. A new model has none that are."""
+    in_files = getattr(found, "quantization_config", None) is not None
+    return bool(config.pretrained) and (config.load_in_4bit or in_files)
 
 
 def is_of_transformers(model: torch.nn.Module) -> bool:

@@ -23,8 +23,8 @@ LENGTHS += "intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 
 
 def model_to_try(model: torch.nn.Module, config: Model, new_tokens: Sequence[int] = ()) -> torch.nn.Module:
-    """A small model as a new one begins, with adapters. A model that has its weights already is tried itself."""
-    if not names_of_placeholders(model):
+    """A small model as a new one begins, with adapters. A model that has all its weights already is tried itself."""
+    if not names_of_placeholders(model) and not getattr(model, "is_quantized", False):
         return model
     settings = config.model_copy(update={"pretrained": None, "dtype": "float32"})
 

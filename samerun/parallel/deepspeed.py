@@ -18,7 +18,7 @@ from samerun.model.weights import fill_weights
 from samerun.optim import is_fused
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
-from samerun.parallel.state import full_tensor
+from samerun.parallel.state import full_tensor, scales_of_frozen
 
 
 class DeepSpeed(Parallelism):
@@ -142,9 +142,9 @@ class DeepSpeed(Parallelism):
 
     def state_to_save(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
         """A copy. DeepSpeed divides flat tensors, and torch's checkpoints want rows: each rank has some of each one."""
-        state = {}
+        state, scales = {}, scales_of_frozen(model.module)
         for name, value in model.module.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, torch.nn.Parameter) and not name.startswith(scales):
                 state[f"model.{name}"] = value
         for name, parameter, key in self.parts(model, optimizers):
             whole = self.read(parameter, key)

@@ -59,6 +59,13 @@ def names_of_shared(model: torch.nn.Module) -> set[str]:
     return {without_wrappers(name) for name in every - first}
 
 
+def scales_of_frozen(model: torch.nn.Module) -> tuple[str, ...]:
+    """How the names of the scales of quantized weights begin. bitsandbytes saves them as parts of what they belong to,
+    which is frozen."""
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    return tuple(f"{without_wrappers(name)}." for name in frozen)
+
+
 def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """The weights that are trained, by their names in the unwrapped model, and the state of the optimizers.
 
@@ -77,5 +84,8 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
                 of_weight["step"].zero_()
     model = unwrapped(wrapped)
     tied = {*model.all_tied_weights_keys, *names_of_shared(model)}  # Saved once, by the name of what they are tied to.
+    scales = scales_of_frozen(model)
     state = {f"optimizer.{name}": value for name, value in optimizer_state.items() if name.startswith("state.")}
-    return state | {f"model.{name}": value for name, value in weights.items() if name not in tied}
+    return state | {
+        f"model.{name}": value for name, value in weights.items() if name not in tied and not name.startswith(scales)
+    }

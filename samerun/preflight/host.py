@@ -6,7 +6,7 @@ from torch.nn import Embedding, ModuleList
 
 from samerun.errors import require
 from samerun.model.build import starts_from_weights
-from samerun.model.outline import is_of_transformers
+from samerun.model.outline import is_of_transformers, is_quantized
 from samerun.model.small import layers_to_try, narrow, with_layers
 from samerun.preflight.memory import PlannedLaunch, model_without_storage, numbers_in, own_part
 from samerun.run.export import export_dtype
@@ -22,7 +22,7 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
     Raises UserError where a rank builds the whole model.
     """
     config, layout, lora = launch.config, launch.layout, launch.config.model.lora
-    is_whole = (lora and starts_from_weights(lora)) or getattr(found, "quantization_config", None) is not None
+    is_whole = (lora and starts_from_weights(lora)) or is_quantized(config.model, found)
     model = model_without_storage(config.model, found, found.get_text_config().num_hidden_layers)
     plain = model if lora is None else model.get_base_model()
     is_whole |= not config.model.pretrained and not is_of_transformers(plain)

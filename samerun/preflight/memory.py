@@ -318,6 +318,20 @@ def bytes_of_moments(optimizer: str, model: torch.nn.Module, trained: float) -> 
     return 8 * trained - 4 * sum(one.numel() for one in hidden)
 
 
+def bytes_of_weights(config: Model, model: torch.nn.Module) -> float:
+    """With load_in_4bit, a matrix below an adapter has a scale of 8 bits for each 64 numbers, and one of 32 bits for
+    each 256 of these (QLoRA, section 3). One matrix at a time is whole, while its layer computes.
+    """
+    held = sum(one.nbytes for one in model.parameters())
+    if not config.load_in_4bit:
+        return held
+    head = model.get_output_embeddings().weight
+    linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    sizes = [one.numel() for one in linear if one is not head and not one.requires_grad]
+    size = getattr(torch, config.dtype).itemsize
+    return held + sum(sizes) * ((4 + 8 / 64 + 32 / (64 * 256)) / 8 - size) + size * max(sizes, default=0)
+
+
 def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
     """How many numbers the parameters of a module have."""
     return sum(one.numel() for one in module.parameters() if one.requires_grad or not only_trained)
@@ -325,6 +339,7 @@ def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
 
 def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> dict[str, float]:
     """Bytes by what they are for. Their sum is the most that a device holds at a time."""
+    require(getattr(found, "quantization_config", None) is None, "its files have quantized weights")
     config, layout = launch.config, launch.layout
     recomputes = config.model.gradient_checkpointing or (launch.plugin and launch.plugin.activation_checkpointing)
     settings = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
@@ -332,7 +347,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
 
     part = own_part(config, found, layout)
     model, found, layers = part.model, part.found, part.layers
-    weights = sum(one.nbytes for one in model.parameters()) - 4 * part.absent
+    weights = bytes_of_weights(settings, model) - 4 * part.absent
 
     memory = {"weights": weights / layout.shards, "gradients": 4 * part.trained / layout.shards}
     memory["optimizer"] = part.moments / layout.shards

@@ -21,7 +21,7 @@ from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
 from samerun.model.build import add_lora, added_tokens, build_model, model_config, rows_needed
-from samerun.model.outline import outline, state_of
+from samerun.model.outline import bare, is_quantized, outline, state_of
 from samerun.model.tokenizer import load_tokenizer, use_tokenizer
 from samerun.model.weights import fill_weights
 from samerun.run.agreement import checksum_of_frozen
@@ -98,7 +98,10 @@ def write_model(
         use_tokenizer(model, tokenizer, config)
         model.save_pretrained(folder, state_dict=adapter_weights(model, saved, dtype))
     else:
-        model = whole_model(config, tokenizer, saved, dtype).merge_and_unload()
+        model = whole_model(config, tokenizer, saved, dtype)
+        advice = "merge the adapter into the model that they were made from, by peft"
+        require(not getattr(model, "is_quantized", False), f"--merge: model.pretrained has quantized weights; {advice}")
+        model = model.merge_and_unload()
         use_tokenizer(model, tokenizer, config)
         weights = state_of(model)
         planned = without_storage(weights, dtype)
@@ -207,7 +210,8 @@ def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     settings = config.model.model_copy(update={"attention": "eager"})  # Nothing is computed, maybe without a GPU.
     with as_user_error(f"model: cannot build {settings.pretrained or found.model_type}", settings.pretrained):
-        return outline(settings, found).to("meta")
+        make = bare if is_quantized(settings, found) else outline  # transformers converts weights that have numbers.
+        return make(settings, found).to("meta")
 
 
 def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.nn.Module:
@@ -224,16 +228,19 @@ def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.
 
 
 def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
+    """The model with its adapter, all in memory. The weights below the adapter are as their files have them.
+
+    A run with 4 bits each has checked their codes instead.
+    """
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
     if not config.model.pretrained:  # Drawn in another type, they would be other numbers.
         kept = config.model.dtype
-    settings = config.model.model_copy(update={"dtype": kept})
+    settings = config.model.model_copy(update={"dtype": kept, "load_in_4bit": False})
     model = build_model(config.model_copy(update={"model": settings}), tokenizer)
     fill_weights(model, torch.device("cpu"))
     frozen = checksum_of_frozen(model.first_weights.samples)
     # PiSSA and the like change those that are frozen. What was not read by itself has the type of model.dtype.
-    is_same = frozen in (None, saved.frozen) or model.first_weights.was_whole
+    is_same = frozen in (None, saved.frozen) or model.first_weights.was_whole or config.model.load_in_4bit
     require(is_same, f"model.pretrained is another model than the one that {saved.checkpoint} was trained above")
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in saved.found:

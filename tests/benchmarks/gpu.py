@@ -13,7 +13,7 @@ memory     the peak of a step's tensors, with and without gradient checkpointing
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
 float8     twelve layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
-lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights
+lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights, in bf16 and (by bitsandbytes) 4 bits
 profile    one compiled step: the kernels that take most of it
 overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
 others     transformers' Trainer and, if it is installed, TRL with its packing, on the same model and documents, all
@@ -84,7 +84,7 @@ def lacking_libraries() -> dict[str, str]:
     if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
         lacking |= dict.fromkeys(("fp8.yaml", *FLOAT8), "torchao and a GPU")
     if importlib.util.find_spec("bitsandbytes") is None:
-        lacking |= {name: "bitsandbytes" for name in (*CHECKS, *SPEED) if "adamw_8bit" in name}
+        lacking |= {name: "bitsandbytes" for name in (*CHECKS, *SPEED, QLORA) if "8bit" in name or name == QLORA}
     if importlib.util.find_spec("trl") is None:
         lacking["TRL"] = "trl"
     return lacking
@@ -166,6 +166,7 @@ SELDOM = "compile, a log line every fifth step"
 PACKED, PADDED = "compile, documents, packing concat", "compile, documents, packing none"
 EAGER_PACKED, EAGER_PADDED, FSDP2 = "documents, packing concat", "documents, packing none", "compile, fsdp2.yaml"
 FLOAT8 = "12 layers of 8B, compile, bf16", "12 layers of 8B, compile, float8"
+QLORA = "LoRA on 8B in 4 bits, compile"
 LORA, PROFILED, AUTO = "LoRA on 8B, compile", "compile, profiled", "compile, checkpointing, auto"
 VARIANTS = SPEED | {
     SELDOM: Variant((*COMPILE, "--run.log_every", "5")),
@@ -621,12 +622,18 @@ class Bench:
         one = self.result(LORA)
         if one and one["mfu"] and one["rate"] < 12_500:
             self.failed.append(f"LoRA {one['rate']:,.0f} tokens/s, goal 12,500")
+        if QLORA in self.lacking:
+            self.left_out.append(f"{QLORA}, which needs {self.lacking[QLORA]}")
+        else:
+            self.runs[QLORA] = self.timed.submit(self.adapters, QLORA, "--model.load_in_4bit", "true")
+            self.result(QLORA)
 
-    def adapters(self) -> dict | None:
+    def adapters(self, name: str = LORA, *more: str) -> dict | None:
         """One row at a time: at this size, its activations take as much memory as the weights or more."""
         model, size = self.folder / "8B", self.size
-        given = {"architecture": EIGHT_B | size.architecture, "length": size.length, "folder": str(model)}
-        subprocess.run([sys.executable, CONTENDERS, "model", json.dumps(given)], check=True, env=self.environment)
+        if not model.exists():
+            given = {"architecture": EIGHT_B | size.architecture, "length": size.length, "folder": str(model)}
+            subprocess.run([sys.executable, CONTENDERS, "model", json.dumps(given)], check=True, env=self.environment)
         settings = {
             "model.architecture": "null",
             "model.pretrained": model,
@@ -634,15 +641,16 @@ class Bench:
             "model.lora": json.dumps({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}),
         }
         lines = self.train(
-            LORA,
+            name,
             ROOT / "configs" / "pretrain_1b.yaml",
             *self.overrides(size.rows // 2, 1, self.tokens()),
             *(word for name, value in settings.items() for word in (f"--{name}", value)),
             *COMPILE,
+            *more,
             script=(CONTENDERS, "alone"),
             steps=size.steps,
         )
-        return lines and self.noted(LORA, summarize(lines))
+        return lines and self.noted(name, summarize(lines))
 
     def profile(self) -> None:
         """Milliseconds of each kernel, summed over the step."""
@@ -732,7 +740,7 @@ class Bench:
 
     def table(self) -> None:
         """The variants that were measured."""
-        seen = {name: self.result(name) for name in (*VARIANTS, LORA) if name in self.runs}
+        seen = {name: self.result(name) for name in (*VARIANTS, LORA, QLORA) if name in self.runs}
         seen = {name: run for name, run in seen.items() if run and name != PROFILED}
         if not seen:
             return

@@ -23,6 +23,7 @@ SOURCE = "train.py", "samerun"
 
 def lora(house: House) -> None:
     house.drop_setting("model.lora", None)
+    house.drop_setting("model.load_in_4bit", False)
     house.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
@@ -30,6 +31,7 @@ def lora(house: House) -> None:
     house.drop_statements("export_checkpoint", "--merge")
     house.drop_definition("check_same_adapter")
     house.reword(" With model.lora, their rows are trained.", "")
+    house.reword("give model.lora, or take another model", "take another model")
     house.reword(
         "model.dtype and the mixed_precision of the launch decide it", "the mixed_precision of the launch decides it"
     )

@@ -1,0 +1,177 @@
+"""Adapters above weights of 4 bits (QLoRA): the run of a plain loop over the numbers that the codes stand for."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import test_launchers
+import torch
+import transformers
+from helpers import Done, difference, launch, run, tiny_config
+from reference import evaluation_loss, shuffled, train_reference
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from samerun.config import Model
+from samerun.preflight.memory import bytes_of_weights, model_without_storage
+
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+STEPS, ROWS = 16, 10
+
+
+def as_in_qlora() -> transformers.BitsAndBytesConfig:
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def rounded(start: Path, folder: Path) -> Path:
+    """The model with the numbers that its layers' codes stand for, by bitsandbytes."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(start)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            codes = quantize_4bit(layer.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+            layer.weight.data = dequantize_4bit(*codes)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qlora(tmp_path_factory):
+    """The config, the held-out rows, and what plain loops did above rounded numbers, and above the model's own."""
+    folder = tmp_path_factory.mktemp("qlora")
+    config = tiny_config(folder)
+    config["run"] |= {"max_steps": STEPS, "save_every": STEPS // 2, "eval_every": STEPS // 2}
+    config["batch"] = {"global_batch_size": ROWS, "max_micro_batch_size": 3}
+    config["optim"] |= {"learning_rate": 0.01, "max_grad_norm": 0.8}
+    start = folder / "start"
+    base = transformers.AutoModelForCausalLM.from_pretrained(start)
+    with torch.no_grad():  # Adapters learn next to nothing beside the small weights of a new model.
+        for matrix in (p for p in base.parameters() if p.ndim > 1):
+            matrix *= 5
+    base.save_pretrained(start)
+    rows, held_out = (list(datasets.load_from_disk(folder / name)) for name in ("rows", "held-out"))
+    order = shuffled(7, len(rows), ROWS * STEPS)
+
+    def adapt(model: torch.nn.Module) -> torch.nn.Module:
+        torch.manual_seed(7)  # The run's.
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **LORA))
+
+    def truth(above: Path):
+        own = config | {"model": {"pretrained": str(above)}}
+        return train_reference(
+            own,
+            lambda step: [rows[i] for i in order[ROWS * (step - 1) : ROWS * step]],
+            held_out,
+            STEPS // 2,
+            adapt=adapt,
+        )
+
+    config["model"] |= {"lora": LORA, "load_in_4bit": True}
+    return config, held_out, truth(rounded(start, folder / "rounded")), truth(start)
+
+
+def adapters(done: Done) -> dict[str, torch.Tensor]:
+    exported = load_file(done.folder / "model" / "adapter_model.safetensors")
+    return {name.replace(".weight", ".default.weight"): tensor for name, tensor in exported.items()}
+
+
+def check(done: Done, truth, after: int = 0) -> None:
+    np.testing.assert_allclose(done.losses, truth.losses[after:], rtol=1e-6)
+    np.testing.assert_allclose(done.logged("train/grad_norm"), truth.grad_norms[after:], rtol=1e-5)
+    assert difference(adapters(done), truth.weights) < 1e-5
+
+
+@needs_bitsandbytes
+def test_equals_the_plain_loop_above_rounded_numbers(qlora, tmp_path):
+    """On two processes, and continued on one that shards: evaluations in between change no weight."""
+    config, held_out, truth, other = qlora
+    assert np.abs(np.subtract(truth.losses, other.losses)).min() > 1e-4  # The codes do make a difference.
+    done = launch(tmp_path, config, processes=2, warm=True)
+    check(done, truth)
+    assert done.logged("eval/loss") == pytest.approx(list(truth.eval_losses.values()), rel=1e-6)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model", quantization_config=as_in_qlora())
+    model.train()  # On some CPUs, bitsandbytes would rearrange the weights otherwise, and fails for small ones.
+    assert done.logged("eval/loss")[-1] == pytest.approx(evaluation_loss(model, held_out), rel=1e-6)
+
+    checkpoint = done.folder / "checkpoints" / f"step-{STEPS // 2:08d}"
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as saved:
+            assert saved.keys() and all("lora_" in name for name in saved.keys())
+    (tmp_path / "sharded").mkdir()
+    again = test_launchers.launch(tmp_path / "sharded", config, "fsdp2", "--run.resume", checkpoint, warm=True)
+    assert again.launches == [STEPS // 2]
+    check(again, truth, after=STEPS // 2)
+
+    run(tmp_path, config, "--export", "last", "--merge", "--to", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    above = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model")
+    assert evaluation_loss(merged, held_out) == pytest.approx(evaluation_loss(above, held_out), rel=1e-6)
+    assert evaluation_loss(merged, held_out) != pytest.approx(done.logged("eval/loss")[-1], rel=1e-5)
+
+
+@needs_bitsandbytes
+def test_files_with_codes_are_trained_alike(qlora, tmp_path):
+    """And on any number of processes; but not without adapters, and merged by nobody."""
+    config, _, truth, _ = qlora
+    start, folder = config["model"]["pretrained"], tmp_path / "in-files"
+    kind = transformers.AutoModelForCausalLM
+    kind.from_pretrained(start, quantization_config=as_in_qlora()).save_pretrained(folder)
+    config = config | {"model": {"pretrained": str(folder), "lora": LORA}}
+    done = launch(tmp_path, config, processes=3, warm=True)
+    check(done, truth)
+    run(tmp_path, config, "--export", "last", "--to", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    assert difference(exported, load_file(done.folder / "model" / "adapter_model.safetensors")) == 0
+    message = run(tmp_path, config, "--export", "last", "--merge", expect=2).output
+    assert "error: --merge: model.pretrained has quantized weights; merge the adapter into" in message
+    message = run(tmp_path, config, "--plan", 1, "--perf.device_memory_gib", 1).output
+    assert "Memory: it is not known for this model: its files have quantized weights" in message
+    message = run(tmp_path, config, "--model.lora", "null", expect=2).output
+    assert "its weights are quantized, and cannot be trained; give model.lora" in message
+
+
+@needs_bitsandbytes
+def test_the_plan_knows_the_memory(tmp_path):
+    """Half a byte for each number of a layer's matrix, and their scales; and the largest one whole, in bf16."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    found = transformers.LlamaConfig(vocab_size=300, **shape)
+    transformers.LlamaForCausalLM(found).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=as_in_qlora(), dtype=torch.bfloat16
+    )
+    taken = sum(weight.nbytes for weight in model.parameters())
+    for weight in model.parameters():
+        if hasattr(weight, "quant_state"):
+            taken += weight.quant_state.absmax.nbytes + weight.quant_state.state2.absmax.nbytes
+    trained = sum(4 * 2 * (3 * (128 + 256) + 4 * (128 + 128)) for _ in range(2))  # Rank 2, in float32.
+    config = Model(pretrained=str(tmp_path), lora=LORA | {"r": 2}, load_in_4bit=True, dtype="bfloat16")
+    planned = bytes_of_weights(config, model_without_storage(config, found, layers=2))
+    assert planned == taken + trained + 2 * 128 * 256
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--model.lora", "null"),
+        ("--model.pretrained", "null", "--model.architecture", "{model_type: llama, vocab_size: 99}"),
+    ],
+    ids=["whole", "new"],
+)
+def test_only_for_pretrained_weights_below_adapters(tmp_path, settings):
+    config = tiny_config(tmp_path)
+    config["model"] |= {"lora": LORA, "load_in_4bit": True}
+    message = run(tmp_path, config, *settings, expect=2).output
+    assert "error: model.load_in_4bit: is for the weights of model.pretrained, below model.lora; give both" in message
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")
+def test_says_what_it_needs(tmp_path):
+    config = tiny_config(tmp_path)
+    config["model"] |= {"lora": LORA, "load_in_4bit": True}
+    message = run(tmp_path, config, expect=2).output
+    assert "error: model.load_in_4bit: needs bitsandbytes; pip install bitsandbytes==" in message
