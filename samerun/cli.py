@@ -173,11 +173,11 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
 
 def is_about(problems: str, overrides: list[str]) -> bool:
     """Whether the first problem is one of these settings, a part of one, or what one is a part of."""
-    setting, _, rest = problems.partition(":")
+    setting, rest = re.fullmatch(r"([^\s:]*)(.*)", problems, re.DOTALL).groups()
     if any(is_within(setting, name) for name in overrides):
         return True
     # A section may also lack another setting, which its file should have.
-    is_section = "." not in setting and not rest.startswith(" unknown key")
+    is_section = "." not in setting and not rest.startswith(": unknown key")
     return not is_section and any(is_within(name, setting) for name in overrides)
 
 

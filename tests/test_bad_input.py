@@ -1229,6 +1229,12 @@ case(
     "'ten'",
     argv=[*CONFIG, "--run.max_steps", "ten"],
 )
+case(
+    "override that needs another setting",
+    {},
+    "command line: run.keep_best needs data.eval_fraction or data.eval_source",
+    argv=[*CONFIG, "--run.keep_best", "true"],
+)
 case("override is no yaml", {}, "--data.files", argv=[*CONFIG, "--data.files", "[a"])
 case("override below a field", {}, "run.max_steps", "integer", argv=[*CONFIG, "--run.max_steps.more", "3"])
 case("plan without counts", {}, "--plan", argv=[*CONFIG, "--plan"])
