@@ -847,6 +847,7 @@ case(
     "hidden_size",
 )
 case("wrong type in the architecture", architecture(hidden_size="big"), "model", "hidden_size", "int")
+case("no gradients on a CPU", {"model.attention": "flex_attention"}, "model.attention flex_attention", "use sdpa")
 case("heads do not divide", architecture(num_attention_heads=3), "model", "16", "3", "heads")
 case(
     "key heads do not divide",
