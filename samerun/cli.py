@@ -131,7 +131,8 @@ def nearest_setting(path: str, kind: type[Config]) -> str:
     elsewhere = [name for name in known if name.split(".")[1] == key]
     siblings = [name.split(".")[1] for name in known if name.startswith(f"{section}.")]
     similar = difflib.get_close_matches(key, siblings, cutoff=0.2)  # So low that lr finds learning_rate.
-    anywhere = difflib.get_close_matches(path, [*known, *kind.model_fields])
+    others = [name for name in kind.model_fields if name != section]
+    anywhere = difflib.get_close_matches(path, [*known, *others])
     near = [*elsewhere, *(f"{section}.{name}" for name in similar), *anywhere]
     return f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
 
