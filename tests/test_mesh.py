@@ -1,5 +1,6 @@
 """Any product of dimensions is the run of a plain loop, too: ranks that divide a model in two, three and four ways."""
 
+import itertools
 import re
 from functools import cache
 from itertools import accumulate
@@ -332,3 +333,9 @@ def matrix() -> str:
 
 def test_the_page_has_the_matrix():
     assert matrix() in (ROOT / "accelerate_configs" / "README.md").read_text()
+
+
+def test_no_row_of_the_matrix_allows_what_a_more_general_row_refuses():
+    for narrow, general in itertools.permutations(REFUSED, 2):
+        if narrow.setting.startswith(f"{general.setting} "):
+            assert {*general.dimensions} <= {*narrow.dimensions}, narrow.setting

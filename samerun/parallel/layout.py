@@ -209,16 +209,16 @@ REFUSED = [
         lambda config, precision, plugin: precision == "fp8",
     ),
     Refusal(
-        ("tp",),
-        "model.compile regional without data.packing concat",
-        "torch 2.13 fails on DTensors whose lengths change; use none",
-        lambda config, *_: config.model.compile == "regional" and config.data.packing != "concat",
-    ),
-    Refusal(
         ("ep",),
         "model.compile regional",
         "torch 2.13 fails on DTensors whose lengths change; use none",
         lambda config, *_: config.model.compile == "regional",
+    ),
+    Refusal(
+        ("tp", "ep"),
+        "model.compile regional without data.packing concat",
+        "torch 2.13 fails on DTensors whose lengths change; use none",
+        lambda config, *_: config.model.compile == "regional" and config.data.packing != "concat",
     ),
     Refusal(
         BY_HAND,
