@@ -411,7 +411,7 @@ def test_a_closed_terminal(slow, tmp_path, nohup):
     command = sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", free_port()
     command = *command, ROOT / "train.py", "--config", write_config(tmp_path, slow)
     if nohup:
-        command = "env", "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT", "nohup", *command
+        command = "env", "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT", "nohup", *command
     in_terminal = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
     terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
     wait_for_step([terminal], done, 1)
@@ -421,6 +421,7 @@ def test_a_closed_terminal(slow, tmp_path, nohup):
     terminal.wait()
     closed = time.monotonic()
     if nohup:
+        launched.send_signal(signal.SIGHUP)  # As a shell in the terminal does to its jobs.
         last = done.status["step"]
         while done.status["step"] < last + 3:
             assert len(alive(processes)) == len(processes) and time.monotonic() - closed < 90
