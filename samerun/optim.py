@@ -42,7 +42,6 @@ def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # With their adapters.
     ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     outside = {weight for module in ends for weight in module.parameters()}
-    outside |= {weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name}  # By peft.
     return {matrix for matrix in weight_matrices(model) - outside if matrix.ndim == 2}
 
 

@@ -17,7 +17,7 @@ from reference import adamw, shuffled, train_reference
 import train
 from samerun.config import Model
 from samerun.model.build import make_model
-from samerun.optim import hidden_matrices
+from samerun.optim import hidden_matrices, weight_matrices
 from samerun.parallel.state import trained_state
 from samerun.preflight.memory import bytes_of_moments
 
@@ -194,9 +194,19 @@ def test_what_a_model_marks_does_not_decay(tmp_path):
     assert group["weight_decay"] == 0
 
 
-def test_muon_is_not_for_adapters_of_embeddings():
-    """Nor for those of the output layer."""
-    lora = {"r": 2, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+def test_an_embedding_that_norms_its_rows_decays(tmp_path):
+    """As that of Inkling, whose class has Norm in its name. The weights of norms do not decay."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m"))
+    model.get_input_embeddings().__class__ = type("NormedEmbedding", (torch.nn.Embedding,), {})
+    assert model.get_input_embeddings().weight in weight_matrices(model)
+
+
+@pytest.mark.parametrize(
+    "more", [{"target_modules": ["embed_tokens", "lm_head", "q_proj"]}, {"trainable_token_indices": [3, 5]}]
+)
+def test_muon_is_not_for_adapters_of_embeddings(more):
+    """Nor for those of the output layer, nor for tokens whose embeddings are trained."""
+    lora = {"r": 2, "target_modules": ["q_proj"], **more}
     found = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     model = make_model(Model(lora=lora), found, 0, seed=0)
     hidden = hidden_matrices(model)
