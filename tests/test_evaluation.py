@@ -10,6 +10,7 @@ import pytest
 import transformers
 from helpers import launch, make_rows, run, tiny_config, write_rows
 from reference import evaluation_loss
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 # Several evaluations --------------------------------------------------------------------------------------------------
@@ -51,6 +52,15 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
     assert {key for key in last if key.startswith("eval/")} >= expected
     assert all(last[f"eval/{metric}"] == last[f"eval/masked/{metric}"] for metric in metrics)
     assert "Evaluations: masked (5 rows), others-2 (5 rows); eval/loss is that of masked" in done.output
+
+
+def test_a_loss_whose_perplexity_is_too_large(tmp_path):
+    config = tiny_config(tmp_path)
+    weights = tmp_path / "start" / "model.safetensors"
+    state = load_file(weights)
+    save_file(state | {"lm_head.weight": state["lm_head.weight"] * 1e6}, weights, {"format": "pt"})
+    done = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0)
+    assert done.logged("eval/loss")[0] > 1000 and done.logged("eval/perplexity") == [math.exp(700)]
 
 
 @pytest.mark.parametrize("processes, limit", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])

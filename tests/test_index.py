@@ -24,11 +24,12 @@ from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
 from reference import shuffled
 
 from samerun import files
-from samerun.config import Data
+from samerun.config import Data, Model
 from samerun.data import index as index_room
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
+from samerun.model.tokenizer import load_tokenizer
 
 LENGTH = 8
 
@@ -257,13 +258,32 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {"files": str(texts), "sequence_length": LENGTH}
     more = [{"sequence_length": 5}, {"packing": "none"}, {"column": "other"}, {"eval_fraction": 0.3}]
+    more += [{"drop_nulls": True}, {"parse_special_tokens": True}]
     longer = transformers.ByT5Tokenizer()
     longer.add_tokens(["words"])
     loaded = [load_data(Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
     loaded += [load_data(Data(**base), longer, 0)]
     loaded += [load_data(Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
     folders = [part.folder for one in loaded for part in parts_of(one)]
-    assert len(set(folders)) == len(folders) == 9
+    assert len(set(folders)) == len(folders) == 11
+
+
+def test_each_setting_of_chats_and_of_tokens_has_an_index_of_its_own(tmp_path):
+    pairs, tokens = tmp_path / "pairs.jsonl", tmp_path / "tokens.bin"
+    pairs.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    tokens.write_bytes(bytes(range(1, 9)))
+    of_pairs = {
+        "files": str(pairs),
+        "tokenizer": "bytes",
+        "chat_template": str(ROOT / "configs" / "chat_template.jinja"),
+    }
+    of_tokens = {"files": str(tokens), "format": "tokens", "sequence_length": LENGTH}
+    changes = [{"format": "text"}, {"format": "chat"}, {"format": "chat", "train_on": "last"}]
+    configs = [Data(**of_pairs, sequence_length=LENGTH, **change) for change in changes]
+    tokenizer = load_tokenizer(configs[1], Model())
+    configs += [Data(**of_tokens, token_dtype=dtype) for dtype in ("uint16", "uint32")]
+    folders = [load_data(config, tokenizer, 0)[0].folder for config in configs]
+    assert len(set(folders)) == 5
 
 
 def indexes_of(folder: Path) -> dict[Path, int]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import VOCABULARY, loss_of_run, run, tiny_config, tiny_model, write_rows
+from helpers import VOCABULARY, loss_of_run, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -693,6 +693,25 @@ def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
         assert ("Dropout is on" in done.output) == bool(share)
         losses += done.losses
     assert abs(losses[1] - losses[0]) > 1e-3
+
+
+def test_what_drops_out_depends_on_seed_and_step_alone(tmp_path):
+    """Also in a run that is continued. An evaluation drops nothing out. There is one row, and nothing is learned."""
+    config = tiny_config(tmp_path)
+    folder = tiny_model(tmp_path / "start", learned_positions=True)
+    found = transformers.AutoConfig.from_pretrained(folder)
+    found.resid_pdrop = 0.5
+    found.save_pretrained(folder)
+    config["data"]["path"] = str(write_rows(tmp_path / "row", make_rows([24])))
+    config["batch"] = {"global_batch_size": 1, "max_micro_batch_size": 1}
+    config["run"] |= {"max_steps": 4, "eval_every": 1, "save_every": 2}
+    config["optim"] |= {"learning_rate": 1e-12, "warmup_steps": 0}
+    done = run(tmp_path, config)
+    assert np.ptp(done.logged("eval/loss")) < 1e-6 and np.diff(sorted(done.losses)).min() > 1e-4
+    continued = run(tmp_path, config, *resume_from(done, 2), "--run.output_dir", tmp_path / "continued")
+    np.testing.assert_allclose(continued.losses, done.losses[2:], rtol=1e-6)
+    other = run(tmp_path, config, "--run.seed", 8, "--run.output_dir", tmp_path / "other")
+    assert abs(other.losses[0] - done.losses[0]) > 1e-4
 
 
 RANDOM = {
