@@ -120,6 +120,14 @@ def test_a_split_named_twice(tmp_path, packing):
     assert found == [3] * 13 + [5] * 26 and sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("settings, first", [({"drop_nulls": True}, 0), ({"split": "train[2:]"}, 2)])
+def test_documents_that_are_some_of_the_rows_of_their_file(tmp_path, settings, first):
+    rows = [[5, 6], None, [7, 8, 9], [10, 11]]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    data, _ = load_data(config_of(tmp_path, packing="none", **settings), None, seed=0)
+    assert [data.read(row)[0].tolist() for row in range(len(data))] == [row for row in rows[first:] if row]
+
+
 @pytest.fixture
 def sources(tmp_path):
     """Data of each kind: a saved data set, the same with a held-out share, files of texts, and a part of a file."""

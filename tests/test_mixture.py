@@ -17,7 +17,7 @@ import train
 from samerun.cli import help_text, load_config
 from samerun.config import Data, WeightedSource, rows_per_block
 from samerun.data.load import load_data
-from samerun.data.rows import Dataset
+from samerun.data.rows import Dataset, check_token_ids
 from samerun.errors import UserError
 from samerun.run.checkpoint import Progress
 from samerun.run.logs import SourceMetrics
@@ -395,6 +395,20 @@ def test_bad_sources(tmp_path, data, words):
     with pytest.raises(UserError) as error:
         load_config(["--config", str(tmp_path / "c.yaml")])
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("bad", ["web", "math"])
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("token, told", [(-3, "the data has -3 among its {}"), (400, "the data has the token id 400")])
+def test_a_token_of_one_source_that_no_vocabulary_has(tmp_path, bad, column, token, told):
+    for name in "web", "math":
+        rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]} for _ in range(3)]
+        if name == bad:
+            rows[1][column][1] = token
+        write_rows(tmp_path / name, rows)
+    data, _ = load_data(config_of(tmp_path, ("web", "math")), None, seed=0)
+    with pytest.raises(UserError, match=told.format(column)):
+        check_token_ids(data, 384, "the data")
 
 
 def test_epochs_and_an_empty_source(tmp_path):

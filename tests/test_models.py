@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import samerun.model.loss
 import train
-from samerun.config import Config, Model
+from samerun.config import Config, Data, Model
 from samerun.data.batches import collate
-from samerun.data.rows import Dataset
+from samerun.data.rows import Dataset, longest_row
 from samerun.errors import UserError
 from samerun.model.attention import attention
 from samerun.model.build import (
@@ -801,6 +801,15 @@ def test_new_lengths_are_not_compiled_again(monkeypatch, packing, passes):
     run_some(passes)
     with torch.compiler.set_stance("fail_on_recompile"):
         run_some(6)
+
+
+@pytest.mark.parametrize("packing, joined, pieces", [("none", False, 1), ("concat", True, 1), ("concat", False, 2)])
+def test_the_row_that_takes_the_most_memory(packing, joined, pieces):
+    """Documents that share a row need a mask as large as the square of it, unless they are kept apart without one."""
+    row = longest_row(Data(path="any", packing=packing, sequence_length=24), joined)
+    batch = collate([row, row], torch.device("cpu"), joined)
+    assert row.shape == (3, 24) and (row[2] == 0).sum() == pieces
+    assert joined or (batch.position_ids is not None) == (pieces > 1)
 
 
 def test_a_rank_without_rows_spoils_nothing():
