@@ -13,7 +13,7 @@ import pytest
 from reference import shuffled
 
 from samerun.data.documents import hold_out
-from samerun.data.order import ORDER, hashed, shuffle
+from samerun.data.order import ORDER, Order, hashed, shuffle
 
 
 def epochs_of(count, epochs, seed=0):
@@ -57,6 +57,13 @@ def test_each_position_alone_gives_the_same(seed):
     for count in 1, 2, 3, 23, 63, 64, 65, 100, 257:
         positions = min(3 * count, 300)
         assert shuffle(np.arange(positions), count, seed).tolist() == shuffled(seed, count, positions)
+
+
+def test_steps_of_any_size_in_any_order():
+    """Of some positions the rows are known in advance: fewer or more than a step has, and not those before it."""
+    order, expected = Order(700, seed=3), shuffled(3, 700, 5000)
+    for start, count in [(0, 10), (10, 1010), (1020, 10), (1030, 3000), (4030, 1), (1000, 40), (999, 300), (4700, 300)]:
+        assert order.rows_at(start, count).tolist() == expected[start : start + count]
 
 
 def test_every_epoch_has_every_row_once():
