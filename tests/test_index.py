@@ -265,12 +265,12 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     rows = [{"text": f"some words {n}", "other": f"more words than that {n}"} for n in range(9)]
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = {"files": str(texts), "sequence_length": LENGTH}
-    more = [{"sequence_length": 5}, {"packing": "none"}, {"column": "other"}, {"eval_fraction": 0.3}]
+    more = [{"sequence_length": 5}, {"column": "other"}, {"eval_fraction": 0.3}]
     more += [{"drop_nulls": True}, {"parse_special_tokens": True}]
     longer = transformers.ByT5Tokenizer()
     longer.add_tokens(["words"])
     loaded = [load_data(Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
-    loaded += [load_data(Data(**base), longer, 0)]
+    loaded += [load_data(Data(**base), longer, 0), load_data(Data(**base, packing="none"), tokenizer, 0)]
     loaded += [load_data(Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
     folders = [part.folder for one in loaded for part in parts_of(one)]
     assert len(set(folders)) == len(folders) == 11
