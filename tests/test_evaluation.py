@@ -133,6 +133,8 @@ def test_another_evaluation_forgets_the_lowest_loss(tmp_path):
     assert done.output.count(forgotten) == 1 and done.launches[-1] == 10
     assert min(losses.values()) == min(loss for step, loss in losses.items() if step <= 10)  # It would be kept.
     assert best_of(losses, after=10) in done.output and best_of(losses) not in done.checkpoints
+    noted = json.loads((done.folder / "checkpoints" / done.checkpoints[-1] / "manifest.json").read_text())
+    assert noted["lowest_loss"] == min(loss for step, loss in losses.items() if step > 10), "For run.patience."
 
     for overrides in ["--eval.max_rows", 3], ["--data.eval_source.path", config["data"]["path"]]:
         done, losses = more(done.status["step"] + 2, *overrides)

@@ -453,11 +453,16 @@ def test_lora_does_not_go_on_above_another_model(lora, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(config["model"]["pretrained"], base)
     settings = "--model.pretrained", base, "--run.max_steps", 10
-    run(tmp_path, config, *settings)
+    done = run(tmp_path, config, *settings)
     weights = load_file(base / "model.safetensors")
     save_file({name: 1.01 * value for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
     message = run(tmp_path, config, *settings[:2], "--run.max_steps", 12, expect=2).output
     assert "frozen weights: " in message and "is another model than before" in message
+    manifest = done.folder / "checkpoints" / "step-00000010" / "manifest.json"
+    older = json.loads(manifest.read_text())
+    del older["config"]["frozen weights"]  # As of a train.py that did not write it.
+    manifest.write_text(json.dumps(older))
+    assert run(tmp_path, config, *settings[:2], "--run.max_steps", 12).launches == [0, 10]
 
 
 @pytest.mark.parametrize("kind, how", LORA_RUNS[1:])

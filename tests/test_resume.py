@@ -367,6 +367,7 @@ def test_finished_checkpoint_into_a_new_folder(whole, tmp_path):
     config, first = whole
     done = run(tmp_path, config, "--run.resume", first.folder / "checkpoints" / "step-00000030")
     assert done.status == {"status": "finished", "step": 30} and difference(done.weights, first.weights) == 0
+    assert done.checkpoints == ["step-00000030"]
 
 
 def test_run_folder(whole):
@@ -847,6 +848,15 @@ def test_patience(tmp_path):
     assert run(tmp_path, config, "--run.patience", 4).status == {"status": "finished", "step": 2 * last + 2}
 
 
+def test_a_loss_that_stays_the_same_is_not_lower(tmp_path):
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 9, "eval_every": 1, "patience": 2, "keep_best": True}
+    config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
+    done = run(tmp_path, config)
+    assert done.status["step"] == 3, "By run.patience."
+    assert done.checkpoints[0] == "step-00000001", "By run.keep_best."
+
+
 def what_was_logged(done: Done) -> list[dict]:
     """The lines about steps and evaluations, without what depends on the speed or on the launches."""
     kept = [{name: line[name] for name in line if not name.startswith("perf/")} for line in done.metrics]
@@ -943,6 +953,18 @@ def test_the_best_is_marked_and_not_saved_twice(tmp_path, monkeypatch):
     best = f"step-{min(losses, key=losses.get):08d}"
     assert saved == [2, 4, 6, 8, 10, 12] and done.checkpoints == [best, "step-00000012"] and f"({best})" in done.output
     assert json.loads((done.folder / "checkpoints" / best / "manifest.json").read_text())["best_checkpoint"] == best
+
+
+def test_a_checkpoint_is_of_its_step_however_long_it_takes(tmp_path, monkeypatch):
+    """The next save waits until it is written."""
+    config, saved = tiny_config(tmp_path), {}
+    config["run"] |= {"max_steps": 5, "save_every": 1, "keep_checkpoints": 5}
+    save_checkpoint, seconds = checkpoint.save_checkpoint, iter([0] * 5 + [0.5] + [0] * 4)
+    monkeypatch.setattr(resume, "save_checkpoint", lambda *args: time.sleep(next(seconds)) or save_checkpoint(*args))
+    for name in "quick", "slow":
+        done = run(tmp_path, config, "--run.output_dir", tmp_path / name)
+        saved[name] = load_file(next((done.folder / "checkpoints" / "step-00000001").glob("*.safetensors")))
+    assert difference(saved["slow"], saved["quick"]) == 0
 
 
 def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
