@@ -168,6 +168,15 @@ def test_checkpoints_on_another_disk(whole, copy, tmp_path):
     assert (copy / "checkpoints").is_symlink() and complete(disk / "step-00000006")
 
 
+def test_a_checkpoint_on_another_disk(whole, copy, tmp_path):
+    """One of them is a link. It stays, and so does what it leads to."""
+    linked = copy / "checkpoints" / "step-00000004"
+    linked.rename(tmp_path / "disk")
+    linked.symlink_to(tmp_path / "disk")
+    done = helpers.run(tmp_path, whole[0], "--run.max_steps", 8, "--run.keep_checkpoints", 1)
+    assert done.checkpoints == ["step-00000004", "step-00000008"] and complete(linked)
+
+
 @pytest.mark.parametrize("target_exists", [True, False])
 def test_model_on_another_disk(whole, copy, tmp_path, target_exists):
     """model is a link. What it leads to stays as it is; the new export takes the link's place."""

@@ -739,14 +739,17 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train_step", noted)
     monkeypatch.setattr(train, "token_loss", with_head_loss)
     config = tiny_config(tmp_path)
-    config["run"] |= {"max_steps": 6, "save_every": 2, "keep_checkpoints": 3}
+    config["run"] |= {"max_steps": 6, "save_every": 1, "keep_checkpoints": 6}
     whole = run(tmp_path, config)
     for step in 2, 4:
         chosen = whole.folder / "checkpoints" / f"step-0000000{step}"
         done = run(tmp_path, config, "--run.resume", chosen, "--run.output_dir", tmp_path / f"{step}")
         assert done.launches == [step] and difference(done.weights, whole.weights) == 0
-        saved = [load_file(next(one.folder.glob("checkpoints/*6/*.safetensors"))) for one in (done, whole)]
-        assert difference(*saved) == 0
+        for name in done.checkpoints:
+            saved = [
+                load_file(next((one.folder / "checkpoints" / name).glob("*.safetensors"))) for one in (done, whole)
+            ]
+            assert difference(*saved) == 0
 
 
 def test_a_run_that_is_there_goes_before_the_checkpoint_that_is_named(again, tmp_path):
@@ -965,6 +968,15 @@ def test_a_checkpoint_is_of_its_step_however_long_it_takes(tmp_path, monkeypatch
         done = run(tmp_path, config, "--run.output_dir", tmp_path / name)
         saved[name] = load_file(next((done.folder / "checkpoints" / "step-00000001").glob("*.safetensors")))
     assert difference(saved["slow"], saved["quick"]) == 0
+
+
+def test_a_checkpoint_that_is_the_best_no_more_goes(tmp_path):
+    """Also if that is known after the last save."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 6, "save_every": 2, "eval_every": 2, "keep_checkpoints": 1, "keep_best": True}
+    done = run(tmp_path, config)
+    losses = done.logged("eval/loss")
+    assert losses[2] < losses[1] < losses[0] and done.checkpoints == ["step-00000006"]
 
 
 def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):

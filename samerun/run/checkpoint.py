@@ -331,8 +331,7 @@ def check_same_state(folder: Path, kept: dict[str, set[str]], state: Iterable[st
     own = [name.removeprefix("model.") for name in state if name.startswith("model.")]
     theirs = set().union(*(kept.get(name, ()) for name in own))
     ours = set().union(*kinds_of_state(state).values())
-    is_new = not kept  # No update was made before the checkpoint.
-    if is_new or theirs <= ours <= set().union(*kept.values()):
+    if theirs <= ours <= set().union(*kept.values()):
         return
     has, keeps = ", ".join(sorted(theirs)) or "nothing", ", ".join(sorted(ours)) or "nothing"
     difference = (

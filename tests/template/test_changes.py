@@ -401,6 +401,18 @@ def test_an_average_that_begins_in_the_middle(task, tmp_path, monkeypatch):
     assert "now keeps average" in allowed.output and allowed.launches == [0, 3]
 
 
+def test_moments_that_begin_in_the_middle(task, tmp_path, monkeypatch):
+    """The optimizer of before kept nothing."""
+    config, *_ = task
+    settings = "--optim.schedule", "constant", "--optim.warmup_steps", 1
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_optimizer", lambda model, _: [torch.optim.SGD(model.parameters(), lr=0.1)])
+        assert run(tmp_path, config, *settings, "--run.max_steps", 3).launches == [0]
+        assert run(tmp_path, config, *settings, "--run.max_steps", 4).launches == [0, 3]
+    done = run(tmp_path, config, *settings, expect=2)
+    assert "for each weight, it has nothing, and build_optimizer now keeps exp_avg, exp_avg_sq, step" in done.output
+
+
 def test_a_rank_without_weights_of_one_optimizer():
     """As in the middle of a pipeline, where all weights may be Muon's."""
     kept = {"wte.weight": {"exp_avg"}, "layer.weight": {"momentum_buffer"}}
