@@ -217,6 +217,8 @@ def test_half_written_files_are_removed(whole, copy, tmp_path):
         (copy / name).mkdir()
         (copy / name / "half.safetensors").write_bytes(b"half")
     (copy / ".metrics.jsonl.tmp").write_text("half")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')
     (copy / ".shared-0.tmp").touch()
     (copy / ".status.json.tmp").write_text("half")
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
@@ -646,6 +648,27 @@ def test_disk_full_while_logging(whole, tmp_path, monkeypatch):
         done = helpers.run(tmp_path, whole[0], expect=1)
     assert_disk_full(done, ["step-00000002"])
     assert_like_uninterrupted(helpers.run(tmp_path, whole[0]), whole[1])
+
+
+def test_a_log_that_cannot_be_written(whole, tmp_path, monkeypatch):
+    """The disk of the checkpoints may be another one: the run ends after the step, and saves it."""
+    learning_rate_at, metrics = train.learning_rate_at, tmp_path / "run" / "metrics.jsonl"
+
+    def without_log_from_step_3_on(config, step, *more):
+        if step == 3 and metrics.is_file():
+            metrics.rename(tmp_path / "aside")
+            metrics.mkdir()
+        return learning_rate_at(config, step, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate_at", without_log_from_step_3_on)
+        done = helpers.run(tmp_path, whole[0], expect=1)
+    assert len(re.findall("^error: .*metrics.jsonl", done.output, re.MULTILINE)) == 1
+    assert done.checkpoints == ["step-00000002", "step-00000003"]
+    metrics.rmdir()
+    (tmp_path / "aside").rename(metrics)
+    again = helpers.run(tmp_path, whole[0])
+    assert again.launches == [0, 3] and same(again.weights, whole[1].weights)
 
 
 def test_disk_really_full(whole, tmp_path):
