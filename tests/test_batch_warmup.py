@@ -177,6 +177,14 @@ def test_tokens_are_rows(tmp_path, capsys):
     assert found == [(1, 1, 2, 2, 1, 48), (7, 1, 10, 10, 1, 240), (1, 4, 2, 1, 1, 48), (7, 4, 10, 3, 1, 240)]
 
 
+def test_a_stage_may_be_larger_than_the_global_batch_and_not_than_the_data(tmp_path):
+    config = tiny_config(tmp_path)
+    for rows, code in (23, 0), (24, 2):
+        config["batch"]["warmup"] = [{"steps": 1, "rows": rows}]
+        done = run(tmp_path, config, "--run.max_steps", 2, "--optim.warmup_steps", 0, expect=code)
+    assert "data: 23 rows; lower the global batch of 24" in done.output
+
+
 def test_another_warmup_is_another_run(truth, tmp_path):
     """It is refused, as any change of the batch is; a checkpoint from before there was the setting is continued."""
     config, _, _ = truth

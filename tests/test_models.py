@@ -696,13 +696,14 @@ def test_pretrained_models_drop_out_from_the_first_step(tmp_path):
 
 
 def test_what_drops_out_depends_on_seed_and_step_alone(tmp_path):
-    """Also in a run that is continued. An evaluation drops nothing out. There is one row, and nothing is learned."""
+    """Also in a run that is continued. An evaluation drops nothing out, nor does the check of data.packing before the
+    first step. There is one row, and nothing is learned."""
     config = tiny_config(tmp_path)
     folder = tiny_model(tmp_path / "start", learned_positions=True)
     found = transformers.AutoConfig.from_pretrained(folder)
     found.resid_pdrop = 0.5
     found.save_pretrained(folder)
-    config["data"]["path"] = str(write_rows(tmp_path / "row", make_rows([24])))
+    config["data"] |= {"path": str(write_rows(tmp_path / "row", make_rows([24]))), "packing": "concat"}
     config["batch"] = {"global_batch_size": 1, "max_micro_batch_size": 1}
     config["run"] |= {"max_steps": 4, "eval_every": 1, "save_every": 2}
     config["optim"] |= {"learning_rate": 1e-12, "warmup_steps": 0}
