@@ -309,11 +309,12 @@ def test_checksum_sees_each_bit(kind):
 
 
 def test_checksum_of_more_than_one_part():
-    """The last number of many, where the sum is made of several."""
+    """The last number of many, where the sum is made of several, and two numbers at the same place of their parts."""
     numbers = torch.arange(2**18 + 3, dtype=torch.float32)
-    other = numbers.clone()
+    other, swapped = numbers.clone(), numbers.clone()
     other[-1] += 1
-    assert checksum_of_bits(numbers) != checksum_of_bits(other)
+    swapped[[0, 2**18]] = numbers[[2**18, 0]]
+    assert len({int(checksum_of_bits(one)) for one in (numbers, other, swapped)}) == 3
 
 
 FLIPS = """

@@ -160,6 +160,7 @@ def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path):
         ("auto", "float32", "bf16", "float32"),
         ("float16", "bfloat16", "bf16", "float16"),
         ("float32", None, "bf16", "float32"),
+        ("auto", "float64", "no", "float32"),
     ],
 )
 @pytest.mark.parametrize("is_said", [True, False])

@@ -987,6 +987,8 @@ def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
     done = run(tmp_path, config)
     losses = done.logged("eval/loss")
     assert min(losses) < losses[-1] and "/model (last step) loads" in done.output
+    manifest = json.loads((done.folder / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+    assert manifest["best_checkpoint"] == ""  # So that run.hub pushes it as that.
 
 
 def test_a_best_checkpoint_that_stays_behind_is_told(tmp_path):

@@ -112,7 +112,7 @@ def write_weights(
 ) -> None:
     """Write the files of `planned`, see without_storage(), and their index. All ranks call it with the same names."""
     model = with_own_class(model)
-    layers = by_layer([name for name in planned if name not in (model._keys_to_ignore_on_save or ())])
+    layers = by_layer(list(planned))
     saved = {}  # What the files have of a layer: maybe other names, or several for one weight.
     for layer, names in layers.items():
         saved[layer] = revert_weight_conversion(model, {name: planned[name] for name in names})
