@@ -362,6 +362,16 @@ def test_without_the_model(whole, again, status):
     assert_same(done, whole[1])
 
 
+def test_an_evaluation_that_was_logged_and_not_noted(again):
+    """A kill may come in between. It is made again, and is logged once."""
+    config, before = again
+    manifest = before.folder / "checkpoints" / "step-00000030" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"evaluated_step": 0}))
+    (before.folder / "status.json").write_text('{"status": "running", "step": 30}')
+    done = run(before.folder.parent, config)
+    assert [line["step"] for line in done.metrics if "eval/loss" in line] == [30] and done.launches == [0, 30]
+
+
 def test_finished_checkpoint_into_a_new_folder(whole, tmp_path):
     """run.resume names a checkpoint of another run folder, with no step left to do: export and finish."""
     config, first = whole
