@@ -36,7 +36,7 @@ from samerun.model.checks import (
     settle_attention,
     what_leaks,
 )
-from samerun.model.loss import chunk_size, joins_documents, model_inputs
+from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
 from samerun.model.small import model_to_try
 from samerun.model.tokenizer import use_special_tokens
 
@@ -484,6 +484,16 @@ def test_a_chunked_loss_has_the_same_gradients(monkeypatch, case):
         assert torch.allclose(gradient, others[name], rtol=0, atol=bound), name
 
 
+def test_a_chunked_loss_without_a_target_has_gradients_of_0():
+    """DDP and FSDP2 wait for the gradient of each weight, also on a rank without rows."""
+    model = build_head("llama")
+    batch = collate([np.array([[5, 6], [-100, -100], [0, 1]])], torch.device("cpu"), joined=True)
+    loss, sums = loss_of_run()(model, batch, chunked=True)
+    loss.backward()
+    assert loss.item() == sums["loss"].item() == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
 def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
     """160 chunks are no worse than all logits at once. Added up in bf16, they would be four times as far off."""
     monkeypatch.setattr("samerun.model.loss.chunk_size", lambda *_: 1)
@@ -493,6 +503,23 @@ def test_a_chunked_loss_in_bf16_adds_up_gradients_in_float32(monkeypatch):
     assert chunked_loss == pytest.approx(loss, rel=1e-3)
     for name, gradient in exact.items():
         assert (chunked[name] - gradient).norm() < 1.5 * (whole[name] - gradient).norm(), name
+
+
+@pytest.mark.parametrize(
+    "settings, vocabulary, chunked",
+    [
+        ({}, 4095, False),
+        ({}, 4096, True),
+        ({"chunked_loss": True}, 97, True),
+        ({"chunked_loss": False}, 4096, False),
+    ],
+)
+def test_when_the_loss_is_computed_in_chunks(settings, vocabulary, chunked):
+    assert wants_chunks(Model(**settings), vocabulary) == chunked
+
+
+def test_a_loss_that_is_compiled_with_the_model_has_no_chunks():
+    assert not wants_chunks(Model(compile="full"), 4096)
 
 
 @pytest.mark.parametrize("trained, compiled, size", [(True, False, 768), (True, True, 4096), (False, True, 768)])
