@@ -17,7 +17,7 @@ from samerun.config import Config, Data, Model
 from samerun.data.batches import collate
 from samerun.data.rows import Dataset, longest_row
 from samerun.errors import UserError
-from samerun.model.attention import attention
+from samerun.model.attention import DOCUMENTS, attention, document_attention
 from samerun.model.build import (
     add_lora,
     check_architecture,
@@ -32,6 +32,7 @@ from samerun.model.build import (
 from samerun.model.checks import (
     allows_chunks,
     check_loss,
+    check_rope,
     draws_random_numbers,
     settle_attention,
     what_leaks,
@@ -39,6 +40,7 @@ from samerun.model.checks import (
 from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
 from samerun.model.small import model_to_try
 from samerun.model.tokenizer import use_special_tokens
+from samerun.plan import Stage
 
 SHAPE = {
     "vocab_size": 97,
@@ -866,3 +868,33 @@ def test_models_that_see_later_tokens_keep_their_attention():
         transformers.BertLMHeadModel(transformers.BertConfig(**shape, is_decoder=it)) for it in (True, False)
     )
     assert has_known_layers(causal) and not has_known_layers(both)
+
+
+def test_models_that_choose_tokens_keep_their_attention():
+    """As DeepSeek-V3.2 does: of rows shorter than index_topk, it chooses all."""
+    model = build("llama", SHAPE, "sdpa")
+    assert has_known_layers(model)
+    model.config.index_topk = 64
+    assert not has_known_layers(model)
+
+
+def test_a_window_that_an_attention_forgets_is_found(monkeypatch):
+    """Though it is longer than the row that tries it."""
+    model = build("mistral", SHAPE | {"sliding_window": 32}, "sdpa")
+    for forgets, name in (False, DOCUMENTS), (True, "sdpa"):
+        if forgets:
+            without = lambda *args, sliding_window=None, **more: document_attention(*args, **more)  # noqa: E731
+            monkeypatch.setitem(transformers.AttentionInterface._global_mapping, DOCUMENTS, without)
+        settle_attention(model, "none", loss_of_run())
+        assert model.config._attn_implementation == name
+
+
+def test_a_longrope_takes_one_row_at_a_time():
+    """Then no other row of its pass decides about its frequencies, whatever its length is."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = build("phi3", SHAPE | {"original_max_position_embeddings": 16, "rope_parameters": rope}, "sdpa")
+    one, two = ([Stage(1, 0, train.plan_batch(2, size, 1, 24))] for size in (1, 2))
+    check_rope(model, two, 16)
+    check_rope(model, one, 24)
+    with pytest.raises(UserError, match="longrope"):
+        check_rope(model, two, 24)

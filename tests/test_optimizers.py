@@ -17,6 +17,7 @@ from reference import adamw, shuffled, train_reference
 import train
 from samerun.config import Model
 from samerun.model.build import make_model
+from samerun.model.weights import put_placeholders
 from samerun.optim import hidden_matrices, weight_matrices
 from samerun.parallel.state import trained_state
 from samerun.preflight.memory import bytes_of_moments
@@ -187,8 +188,9 @@ def test_a_checkpoint_has_the_state_of_all_optimizers_before_their_first_update(
 
 def test_what_a_model_marks_does_not_decay(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m"))
+    model.get_parameter("model.layers.0.mlp.up_proj.weight")._no_weight_decay = True
+    put_placeholders(model)  # As a run does.
     marked = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    marked._no_weight_decay = True
     [optimizer] = train.build_optimizer(model, Optim(weight_decay=0.1))
     [group] = [group for group in optimizer.param_groups if any(weight is marked for weight in group["params"])]
     assert group["weight_decay"] == 0
