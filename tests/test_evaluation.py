@@ -7,11 +7,15 @@ import shutil
 import datasets
 import numpy as np
 import pytest
+import torch
 import transformers
 from helpers import launch, make_rows, run, tiny_config, write_rows
 from reference import evaluation_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from samerun.config import Data
+from samerun.model.token_bytes import TEXTS, measure_tokens
 
 # Several evaluations --------------------------------------------------------------------------------------------------
 
@@ -319,6 +323,15 @@ def composed(folder):
 def test_there_are_none_where_tokens_do_not_tell_the_text(tmp_path, lossy):
     last = evaluated(tmp_path, ["It is."] * 4, lossy(tmp_path / "tokenizer"))
     assert "eval/loss" in last and "eval/bits_per_byte" not in last
+
+
+def test_a_token_for_what_is_not_known_may_stand_for_any_text():
+    names = ["<unk>", *sorted({*"".join(TEXTS).replace(" ", "▁")})]
+    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    found = measure_tokens(Data(path="any"), tokenizer, len(names), torch.device("cpu")).inside
+    assert found[0].isnan() and found[1:].isfinite().all()
 
 
 def test_there_are_none_without_a_tokenizer(tmp_path):

@@ -269,7 +269,7 @@ def test_a_chat_model_stops_after_its_turn(chat, tmp_path):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.eos_token == "<|endoftext|>" and end == END
     stops = transformers.GenerationConfig.from_pretrained(done.folder / "model").eos_token_id
-    assert stops[0] == END
+    assert stops == [END, tokenizer.eos_token_id]
     [sample] = done.logged("eval/sample_0")
     question, answer = sample.split("<|im_start|>assistant\n")
     assert question == "<|im_start|>user\né?<|im_end|>\n"
