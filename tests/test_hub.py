@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from fake_hub import FakeHub
-from helpers import launch, tiny_config
+from helpers import launch, run, tiny_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
@@ -95,6 +95,16 @@ def test_a_folder_of_any_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(room, "push", lambda model, config, step: pushed.append(step))
     room.PushCheckpoints(config).run(Path(name) / "checkpoints" / "step-00000006")
     assert pushed == [6]
+
+
+def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
+    """All evaluations have the same loss, so that is the first one."""
+    pushed = []
+    monkeypatch.setattr(room.PushCheckpoints, "run", lambda self, checkpoint: pushed.append(checkpoint.name))
+    config = config_of(tmp_path, "best", keep_best=True, eval_every=2)
+    config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
+    run(tmp_path, config)
+    assert pushed == ["step-00000002"] and commits == ["Step 2"]
 
 
 @pytest.mark.slow
