@@ -413,7 +413,9 @@ def test_a_closed_terminal(slow, tmp_path, nohup):
     if nohup:
         command = "env", "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT", "nohup", *command
     in_terminal = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
-    terminal = subprocess.Popen([sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL)
+    terminal = subprocess.Popen(
+        [sys.executable, "-c", in_terminal, *map(str, command)], stdout=subprocess.DEVNULL, cwd=tmp_path
+    )
     wait_for_step([terminal], done, 1)
     [launched] = psutil.Process(terminal.pid).children()
     processes = [launched, *launched.children(recursive=True)]

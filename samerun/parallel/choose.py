@@ -5,7 +5,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 
 from samerun.config import Config
-from samerun.errors import UserError, require
+from samerun.errors import UserError
 from samerun.parallel.deepspeed import DeepSpeed
 from samerun.parallel.layout import layout_of
 from samerun.parallel.mesh import Parallelism
@@ -22,6 +22,4 @@ def choose_parallelism(config: Config, accelerator: Accelerator, loss_of: Callab
     else:
         raise UserError(f"launch: {kind} is not supported; take another file of accelerate_configs/")
     parallel.check()
-    has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
-    require(has_backward, "model.attention flex_attention: torch has no backward pass of it on this device; use sdpa")
     return parallel

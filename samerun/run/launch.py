@@ -164,6 +164,8 @@ def start_accelerator(config: Config) -> Accelerator:
             check_float8(accelerator)
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
+    has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
+    require(has_backward, "model.attention flex_attention: torch has no backward pass of it on this device; use sdpa")
     return accelerator
 
 
