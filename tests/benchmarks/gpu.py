@@ -13,7 +13,7 @@ memory     the peak of a step's tensors, with and without gradient checkpointing
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
 float8     twelve layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
-lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights, in bf16 and (by bitsandbytes) 4 bits
+lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights, in bf16 and by bitsandbytes
 profile    one compiled step: the kernels that take most of it
 overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
 others     transformers' Trainer and, if it is installed, TRL with its packing, on the same model and documents, all
