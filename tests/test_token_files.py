@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 import tracemalloc
 import zlib
@@ -207,6 +208,16 @@ def test_other_tokens_in_the_same_place(tmp_path):
         write_megatron(tmp_path / "a", documents_of(seed))
         write_arrow(tmp_path / f"{seed}.parquet", documents_of(seed))
         assert rows_of(tmp_path, "a.bin") == rows_of(tmp_path, f"{seed}.parquet")
+
+
+def test_other_documents_of_the_same_tokens(tmp_path):
+    """Only the .idx is another one."""
+    documents = [[5, 6], [7, 8, 9]]
+    for some in documents, [sum(documents, [])]:
+        write_megatron(tmp_path / "a", some)
+        os.utime(tmp_path / "a.bin", ns=(0, 0))
+        write_arrow(tmp_path / f"{len(some)}.parquet", some)
+        assert rows_of(tmp_path, "a.bin") == rows_of(tmp_path, f"{len(some)}.parquet")
 
 
 def llm_c_header() -> bytes:
