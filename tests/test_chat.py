@@ -179,8 +179,10 @@ def test_turns_that_are_left_out(made, template, key):
         **template,
     )
     assert first_only == ["".join(whole[:3]), *whole[3:]] and nothing == ["".join(nothing)]
-    last = made([chat(*TALK), chat(*TALK[:3]), chat(*marked[:3])], train_on="last", **template)
-    assert last[0] == first_only and last[1][:2] == whole[:2] and len(last[2]) == 1
+    without_last = [*TALK[:3], (*TALK[3], LEFT_OUT[key])]
+    chats = [chat(*TALK), chat(*TALK[:3]), chat(*marked[:3]), chat(*without_last)]
+    last = made(chats, train_on="last", **template)
+    assert last[0] == first_only and last[1][:2] == whole[:2] and len(last[2]) == len(last[3]) == 1
 
 
 @pytest.mark.parametrize("weight", [1, True, 1.0])
