@@ -506,8 +506,8 @@ WORDS = {
 
 
 def without(sources: dict[str, str], features: list[str]) -> House:
-    """The files without these features. A single one must be found wherever it is looked for; several share places."""
-    house = House(sources, strict=len(features) == 1)
+    """The files without these features, which share places with others, also with those of an earlier call."""
+    house = House(sources, strict=False)
     for feature in features:
         FEATURES[feature](house)
     house.tidy()
@@ -551,6 +551,9 @@ def take_out(root: Path, features: list[str]) -> House:
 
 
 if __name__ == "__main__":
+    unknown = [name for name in sys.argv[1:] if name not in FEATURES]
+    if unknown:
+        sys.exit(f"no feature: {', '.join(unknown)}; without a name, this lists them")
     if sys.argv[1:]:
         take_out(ROOT, sys.argv[1:])
     else:

@@ -47,6 +47,18 @@ def test_each_feature_is_where_it_is_looked_for(feature):
     FEATURES[feature](House(HOUSE))
 
 
+def test_one_after_the_other():
+    """Samples and evaluations share places. Two calls leave what a single one with both of them does."""
+    one_by_one = without(without(HOUSE, ["samples"]).sources, ["evaluation"])
+    assert one_by_one.sources == without(HOUSE, ["samples", "evaluation"]).sources
+
+
+def test_an_unknown_feature_is_told():
+    command = [sys.executable, ROOT / "tests/template/features.py", "lora"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "no feature: lora; without a name, this lists them\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
