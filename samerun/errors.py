@@ -55,7 +55,9 @@ def as_user_error(what: str, name: str | None = None):
         if is_full(cause) or "temporary directory" in str(cause):
             raise cause from error  # What the user named is not to blame.
         hint = ""
-        if name and not os.path.exists(name):
+        if name and not os.path.exists(name) and (name.count("/") > 1 or name[0] in "./"):  # No name on the Hub.
+            hint = f"; there is no folder {name}, seen from {os.getcwd()}"
+        elif name and not os.path.exists(name):
             hint = "; check the name, `hf auth login` if it is private or gated, or give a local folder without network"
         raise UserError(f"{what}: {reason(cause)[:9000]}{hint}") from error
 

@@ -918,6 +918,7 @@ case(
     "hf auth login",
     "local folder without network",
 )
+case("no such model folder", PRETRAINED | {"model.pretrained": "runs/no/model"}, "there is no folder runs/no/model")
 case("model config is no json", PRETRAINED, "model", "TMP/model", "json", make=model_folder(config=b"{"))
 case("model without weights", PRETRAINED, "model", "TMP/model", "safetensors", make=model_folder(model=None))
 case("model weights cut short", PRETRAINED, "model", "TMP/model", make=model_folder(model=b"\x10\0\0\0\0\0\0\0{"))
