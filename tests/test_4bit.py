@@ -174,4 +174,4 @@ def test_says_what_it_needs(tmp_path):
     config = tiny_config(tmp_path)
     config["model"] |= {"lora": LORA, "load_in_4bit": True}
     message = run(tmp_path, config, expect=2).output
-    assert "error: model.load_in_4bit: needs bitsandbytes; pip install bitsandbytes==" in message
+    assert "model.load_in_4bit needs bitsandbytes; pip install bitsandbytes==" in message

@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -40,8 +39,9 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     """The transformers config of the model. Raises UserError for one that does not exist or does not fit the data."""
     name, architecture = config.model.pretrained, config.model.architecture or {}
     length = config.data.sequence_length
-    if config.model.load_in_4bit:
-        check_for_4bit(config.model)
+    is_below = name and config.model.lora is not None
+    told = "model.load_in_4bit: is for the weights of model.pretrained, below model.lora; give both"
+    require(is_below or not config.model.load_in_4bit, told)
     with as_user_error(f"model.pretrained or model.architecture: cannot configure {name or architecture}", name):
         if name:
             is_adapter = transformers.utils.find_adapter_config_file(name) is not None
@@ -65,13 +65,6 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
     positions = getattr(found.get_text_config(), "max_position_embeddings", None) or length
     require(length <= positions, f"data.sequence_length {length} exceeds the model's {positions} positions")
     return found
-
-
-def check_for_4bit(config: Model) -> None:
-    is_below = config.pretrained and config.lora is not None
-    require(is_below, "model.load_in_4bit: is for the weights of model.pretrained, below model.lora; give both")
-    is_there = importlib.util.find_spec("bitsandbytes") is not None
-    require(is_there, "model.load_in_4bit: needs bitsandbytes; pip install bitsandbytes==0.50.2")
 
 
 def check_is_loaded_again(found: transformers.PreTrainedConfig) -> None:

@@ -1,6 +1,7 @@
 """A model without its numbers: the names and shapes of its weights, on the meta device; and one with all of them."""
 
 import copy
+import importlib.util
 from contextlib import nullcontext
 from typing import Any
 
@@ -86,6 +87,8 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
 
 def four_bits(config: Model) -> transformers.BitsAndBytesConfig:
     """As in QLoRA (arxiv.org/abs/2305.14314). The layers compute in the type of the weights that are left."""
+    is_there = importlib.util.find_spec("bitsandbytes") is not None
+    require(is_there, "model.load_in_4bit needs bitsandbytes; pip install bitsandbytes==0.50.2")
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

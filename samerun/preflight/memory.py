@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
 from samerun.config import Config, Model
 from samerun.data.batches import collate
@@ -326,7 +327,7 @@ def bytes_of_weights(config: Model, model: torch.nn.Module) -> float:
     if not config.load_in_4bit:
         return held
     head = model.get_output_embeddings().weight
-    linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     sizes = [one.numel() for one in linear if one is not head and not one.requires_grad]
     size = getattr(torch, config.dtype).itemsize
     return held + sum(sizes) * ((4 + 8 / 64 + 32 / (64 * 256)) / 8 - size) + size * max(sizes, default=0)
