@@ -154,6 +154,37 @@ def test_the_plan_knows_the_memory(tmp_path):
     assert planned == taken + trained + 2 * 128 * 256
 
 
+@needs_bitsandbytes
+def test_the_plan_knows_layers_that_are_the_other_way_round(tmp_path):
+    """Those of a GPT-2, whose matrices are transposed. They have no odd scales, unlike those above, and few biases."""
+    found = transformers.GPT2Config(vocab_size=300, n_embd=128, n_layer=2, n_head=4)
+    transformers.GPT2LMHeadModel(found).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=as_in_qlora())
+    taken = sum(weight.nbytes for weight in model.parameters())
+    for weight in model.parameters():
+        if hasattr(weight, "quant_state"):
+            taken += weight.quant_state.absmax.nbytes + weight.quant_state.state2.absmax.nbytes
+    trained = 2 * 4 * 2 * (128 + 384 + 128 + 128 + 2 * (128 + 512))
+    config = Model(pretrained=str(tmp_path), lora=LORA | {"r": 2}, load_in_4bit=True)
+    assert bytes_of_weights(config, model_without_storage(config, found, layers=2)) == taken + trained + 4 * 128 * 512
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    "lora, told",
+    [
+        ({"modules_to_save": ["up_proj"]}, "modules_to_save: model.layers.0.mlp.up_proj is quantized, and cannot"),
+        ({"modules_to_save": ["mlp"]}, "modules_to_save: model.layers.0.mlp is quantized, and cannot be trained"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa needs weights that are not quantized; leave it out"),
+    ],
+    ids=["up_proj", "mlp", "pissa"],
+)
+def test_what_adapters_cannot_do_with_codes(tmp_path, lora, told):
+    config = tiny_config(tmp_path)
+    config["model"] |= {"lora": LORA | {"target_modules": ["q_proj"]} | lora, "load_in_4bit": True}
+    assert f"model.lora: {told}" in run(tmp_path, config, expect=2).output
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -251,6 +251,7 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
         if new_tokens:
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
         found = peft.LoraConfig(**lora)
+        check_for_codes(model, found)
         adapted = peft.get_peft_model(model, found)
         check_lora(lora, found, layers)
     learns = lora.get("lora_alpha") != 0 and not lora.get("inference_mode")
@@ -268,6 +269,20 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
         names = [name for name in given if name in getattr(found, setting)]
         unknown = [name for name in names if not any(layer.endswith(f"{start}{name}") for layer in layers)]
         require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
+
+
+def check_for_codes(model: torch.nn.Module, found: Any) -> None:
+    """Raises UserError if peft would train the codes of quantized weights, or take them for the weights."""
+    if not getattr(model, "is_quantized", False):
+        return
+    reads = str(found.init_lora_weights).startswith(("pissa", "loftq"))
+    advice = f"init_lora_weights {found.init_lora_weights} needs weights that are not quantized; leave it out"
+    require(not reads, advice)
+    for name, module in model.named_modules():
+        is_saved = any(name.endswith(end) for end in found.modules_to_save or ())
+        has_codes = any(type(weight) is not torch.nn.Parameter for weight in module.parameters())
+        advice = "is quantized, and cannot be trained; give it to target_modules"
+        require(not (is_saved and has_codes), f"modules_to_save: {name} {advice}")
 
 
 def rows_of_tokens(model: torch.nn.Module, lora: dict[str, Any], tokens: Sequence[int]) -> dict[str, list[int]] | None:
