@@ -1,5 +1,6 @@
 """Adapters above weights of 4 bits (QLoRA): the run of a plain loop over the numbers that the codes stand for."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import transformers
 from helpers import Done, difference, launch, run, tiny_config
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from samerun.config import Model
 from samerun.preflight.memory import bytes_of_weights, model_without_storage
@@ -131,8 +132,33 @@ def test_files_with_codes_are_trained_alike(qlora, tmp_path):
     assert "error: --merge: model.pretrained has quantized weights; merge the adapter into" in message
     message = run(tmp_path, config, "--plan", 1, "--perf.device_memory_gib", 1).output
     assert "Memory: it is not known for this model: its files have quantized weights" in message
+    message = run(tmp_path, config, "--model.load_in_4bit", "true", expect=2).output
+    assert "error: model.load_in_4bit: the files of model.pretrained have quantized weights; leave it out" in message
     message = run(tmp_path, config, "--model.lora", "null", expect=2).output
     assert "its weights are quantized, and cannot be trained; give model.lora" in message
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="keeps them on a GPU")
+def test_files_that_lose_their_codes(tmp_path):
+    """Without a GPU, transformers makes whole weights of those in 8 bits. They are trained, and exported as such."""
+    config = tiny_config(tmp_path)
+    files = Path(config["model"]["pretrained"])
+    weights = load_file(files / "model.safetensors")
+    for name in [name for name in weights if "layers" in name and weights[name].ndim == 2]:
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale[None, None]  # One block has all of it.
+    save_file(weights, files / "model.safetensors", {"format": "pt"})
+    settings = json.loads((files / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [512, 512]}
+    (files / "config.json").write_text(json.dumps(settings))
+    (files / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7}))
+    done = run(tmp_path, config)
+    run(tmp_path, config, "--export", "last", "--to", tmp_path / "exported")
+    for name in "config.json", "generation_config.json":
+        exported = json.loads((tmp_path / "exported" / name).read_text())
+        assert exported == json.loads((done.folder / "model" / name).read_text())
+        assert "quantization_config" not in exported
 
 
 @needs_bitsandbytes

@@ -60,6 +60,8 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             if "pad_token_id" not in given and None not in (padding, size) and padding >= size:
                 text.pad_token_id = None  # It was that of the family's own tokenizer.
 
+    has_codes = config.model.load_in_4bit and getattr(found, "quantization_config", None) is not None
+    require(not has_codes, "model.load_in_4bit: the files of model.pretrained have quantized weights; leave it out")
     check_architecture(architecture, found)
     check_is_loaded_again(found)
     positions = getattr(found.get_text_config(), "max_position_embeddings", None) or length

@@ -210,7 +210,8 @@ def meta_base(config: Config, tokenizer: Any) -> transformers.PreTrainedModel:
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     settings = config.model.model_copy(update={"attention": "eager"})  # Nothing is computed, maybe without a GPU.
     with as_user_error(f"model: cannot build {settings.pretrained or found.model_type}", settings.pretrained):
-        make = bare if is_quantized(settings, found) else outline  # transformers converts weights that have numbers.
+        # transformers converts codes only if they have numbers. Under a whole model that is trained, there are none.
+        make = bare if config.model.lora is not None and is_quantized(settings, found) else outline
         return make(settings, found).to("meta")
 
 
