@@ -414,7 +414,7 @@ FEATURES = {
 
 # The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
 FILES = {
-    "LoRA": ["configs/lora_8b.yaml"],
+    "LoRA": ["configs/lora_8b.yaml", "tests/test_4bit.py"],
     "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
     "after_save": ["samerun/run/after_save.py", "samerun/run/hub.py", "tests/test_after_save.py", "tests/test_hub.py"],
     "hub": ["samerun/run/hub.py", "tests/test_hub.py"],
@@ -482,6 +482,7 @@ WORDS = {
         "less data than",
         "test_other_code_makes_other_rows",
         "test_other_content_of_the_same_size_and_time",
+        "test_other_documents_of_the_same_tokens",
         "test_other_tokens_in_the_same_place",
         "test_our_own_tokens_take_the_smallest_type",
         "test_rows_keep_no_file_open",
