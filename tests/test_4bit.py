@@ -11,10 +11,11 @@ import pytest
 import test_launchers
 import torch
 import transformers
-from helpers import Done, difference, launch, run, tiny_config
+from helpers import difference, launch, run, tiny_config
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_finetune import check
 
 from samerun.config import Model
 from samerun.preflight.memory import bytes_of_weights, model_without_storage
@@ -74,17 +75,6 @@ def qlora(tmp_path_factory):
 
     config["model"] |= {"lora": LORA, "load_in_4bit": True}
     return config, held_out, truth(rounded(start, folder / "rounded")), truth(start)
-
-
-def adapters(done: Done) -> dict[str, torch.Tensor]:
-    exported = load_file(done.folder / "model" / "adapter_model.safetensors")
-    return {name.replace(".weight", ".default.weight"): tensor for name, tensor in exported.items()}
-
-
-def check(done: Done, truth, after: int = 0) -> None:
-    np.testing.assert_allclose(done.losses, truth.losses[after:], rtol=1e-6)
-    np.testing.assert_allclose(done.logged("train/grad_norm"), truth.grad_norms[after:], rtol=1e-5)
-    assert difference(adapters(done), truth.weights) < 1e-5
 
 
 @needs_bitsandbytes
