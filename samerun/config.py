@@ -216,7 +216,7 @@ class Model(Section):
     lora: dict[str, Any] | None = None
     """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
     load_in_4bit: bool = False
-    """QLoRA: hold the matrices of the layers below a LoRA adapter in 4 bits each number (needs bitsandbytes)."""
+    """QLoRA: hold the layers' matrices below a LoRA adapter in 4 bits per number (needs bitsandbytes)."""
     gradient_checkpointing: MayChange[bool] = False
     """Compute activations again in the backward pass. This saves memory and costs time."""
     chunked_loss: MayChange[bool | Literal["auto"]] = "auto"

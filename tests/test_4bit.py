@@ -151,6 +151,13 @@ def test_files_that_lose_their_codes(tmp_path):
         assert "quantization_config" not in exported
 
 
+def bytes_taken(model: torch.nn.Module) -> int:
+    """By codes, their scales and other weights."""
+    states = [weight.quant_state for weight in model.parameters() if hasattr(weight, "quant_state")]
+    scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
+    return scales + sum(weight.nbytes for weight in model.parameters())
+
+
 @needs_bitsandbytes
 def test_the_plan_knows_the_memory(tmp_path):
     """Half a byte for each number of a layer's matrix, and their scales; and the largest one whole, in bf16."""
@@ -160,29 +167,22 @@ def test_the_plan_knows_the_memory(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=as_in_qlora(), dtype=torch.bfloat16
     )
-    taken = sum(weight.nbytes for weight in model.parameters())
-    for weight in model.parameters():
-        if hasattr(weight, "quant_state"):
-            taken += weight.quant_state.absmax.nbytes + weight.quant_state.state2.absmax.nbytes
     trained = sum(4 * 2 * (3 * (128 + 256) + 4 * (128 + 128)) for _ in range(2))  # Rank 2, in float32.
     config = Model(pretrained=str(tmp_path), lora=LORA | {"r": 2}, load_in_4bit=True, dtype="bfloat16")
     planned = bytes_of_weights(config, model_without_storage(config, found, layers=2))
-    assert planned == taken + trained + 2 * 128 * 256
+    assert planned == bytes_taken(model) + trained + 2 * 128 * 256
 
 
 @needs_bitsandbytes
 def test_the_plan_knows_layers_that_are_the_other_way_round(tmp_path):
-    """Those of a GPT-2, whose matrices are transposed. They have no odd scales, unlike those above, and few biases."""
+    """Those of a GPT-2, whose matrices are transposed. The largest one is whole in float32 here."""
     found = transformers.GPT2Config(vocab_size=300, n_embd=128, n_layer=2, n_head=4)
     transformers.GPT2LMHeadModel(found).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=as_in_qlora())
-    taken = sum(weight.nbytes for weight in model.parameters())
-    for weight in model.parameters():
-        if hasattr(weight, "quant_state"):
-            taken += weight.quant_state.absmax.nbytes + weight.quant_state.state2.absmax.nbytes
     trained = 2 * 4 * 2 * (128 + 384 + 128 + 128 + 2 * (128 + 512))
     config = Model(pretrained=str(tmp_path), lora=LORA | {"r": 2}, load_in_4bit=True)
-    assert bytes_of_weights(config, model_without_storage(config, found, layers=2)) == taken + trained + 4 * 128 * 512
+    planned = bytes_of_weights(config, model_without_storage(config, found, layers=2))
+    assert planned == bytes_taken(model) + trained + 4 * 128 * 512
 
 
 @needs_bitsandbytes

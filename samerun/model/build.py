@@ -174,8 +174,8 @@ def outlined_model(
         weights = FirstWeights(config, found, vocab_size, seed)
         is_whole = is_quantized(config, found)
         model = load_whole(config, found) if is_whole else outline(config, found)
-        stays = not getattr(model, "is_quantized", False) or config.lora is not None
-        require(stays, "its weights are quantized, and cannot be trained; give model.lora, or take another model")
+        can_learn = not getattr(model, "is_quantized", False) or config.lora is not None
+        require(can_learn, "its weights are quantized, and cannot be trained; give model.lora, or take another model")
         check_vocab_size(config, model, vocab_size)
         extend_embeddings(model, vocab_size)
         if not is_whole:

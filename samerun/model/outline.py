@@ -79,7 +79,7 @@ def load_whole(config: Model, found: transformers.PreTrainedConfig) -> PreTraine
         model = kind.from_config(found, **options)
     train_every_row(model)
     for module in model.modules():
-        # On such a CPU, an evaluation would let bitsandbytes rearrange the weights, and then they pass on no gradients.
+        # With AVX512-BF16, bitsandbytes rearranges weights in evaluations on a CPU. Then they pass on no gradients.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
@@ -94,7 +94,7 @@ def four_bits(config: Model) -> transformers.BitsAndBytesConfig:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=getattr(torch, config.dtype),
-        bnb_4bit_quant_storage=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,  # FSDP2 shards no integers, and may cast other types to this one.
     )
 
 

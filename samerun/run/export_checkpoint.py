@@ -229,10 +229,7 @@ def adapted_model(config: Config, tokenizer: Any, saved: SavedWeights) -> torch.
 
 
 def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with its adapter, all in memory. The weights below the adapter are as their files have them.
-
-    A run with 4 bits each has checked their codes instead.
-    """
+    """The model with its adapter, all in memory. The weights below the adapter are as their files have them."""
     kept = "bfloat16" if dtype == torch.bfloat16 else "float32"
     if not config.model.pretrained:  # Drawn in another type, they would be other numbers.
         kept = config.model.dtype
@@ -240,7 +237,8 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
     model = build_model(config.model_copy(update={"model": settings}), tokenizer)
     fill_weights(model, torch.device("cpu"))
     frozen = checksum_of_frozen(model.first_weights.samples)
-    # PiSSA and the like change those that are frozen. What was not read by itself has the type of model.dtype.
+    # PiSSA and the like change those that are frozen. What was not read by itself has the type of model.dtype. With
+    # load_in_4bit, the run has noted a sample of codes.
     is_same = frozen in (None, saved.frozen) or model.first_weights.was_whole or config.model.load_in_4bit
     require(is_same, f"model.pretrained is another model than the one that {saved.checkpoint} was trained above")
     weights = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -13,7 +13,7 @@ memory     the peak of a step's tensors, with and without gradient checkpointing
 events     the compiled run's times with a log line every fifth step, when CUDA events divide them
 packed     the same model on documents of log-normal lengths: packed, and each in a row of its own
 float8     twelve layers as wide as those of Llama 3.1 8B, compiled, in bf16 and in float8 (needs torchao)
-lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights, in bf16 and by bitsandbytes
+lora       LoRA adapters of a model of the shape of Llama 3.1 8B, with random weights, in bf16 and in 4 bits
 profile    one compiled step: the kernels that take most of it
 overhead   the compiled run's step time against that of a bare torch loop on the same model and tokens
 others     transformers' Trainer and, if it is installed, TRL with its packing, on the same model and documents, all
@@ -84,7 +84,8 @@ def lacking_libraries() -> dict[str, str]:
     if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
         lacking |= dict.fromkeys(("fp8.yaml", *FLOAT8), "torchao and a GPU")
     if importlib.util.find_spec("bitsandbytes") is None:
-        lacking |= {name: "bitsandbytes" for name in (*CHECKS, *SPEED, QLORA) if "8bit" in name or name == QLORA}
+        with_8bit = [name for name in (*CHECKS, *SPEED) if "adamw_8bit" in name]
+        lacking |= dict.fromkeys((*with_8bit, QLORA), "bitsandbytes")
     if importlib.util.find_spec("trl") is None:
         lacking["TRL"] = "trl"
     return lacking
