@@ -16,9 +16,10 @@ from reference import evaluation_loss, shuffled, train_reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_finetune import check
+from test_plan import planned, set_fsdp2
 
-from samerun.config import Model
-from samerun.preflight.memory import bytes_of_weights, model_without_storage
+from samerun.config import Config, Model
+from samerun.preflight.memory import bytes_of_weights, memory_per_device, model_without_storage
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
@@ -183,6 +184,36 @@ def test_the_plan_knows_layers_that_are_the_other_way_round(tmp_path):
     config = Model(pretrained=str(tmp_path), lora=LORA | {"r": 2}, load_in_4bit=True)
     planned = bytes_of_weights(config, model_without_storage(config, found, layers=2))
     assert planned == bytes_taken(model) + trained + 4 * 128 * 512
+
+
+def test_the_plan_knows_what_fsdp2_shards(tmp_path, monkeypatch):
+    """A rank has a shard of the codes, and gathers them and the rest of two layers. It has all scales, and a whole
+    matrix in float32. With many layers and ranks, it takes most before the codes are sharded."""
+    matrices, adapters, norms = 3 * 128 * 256 + 4 * 128 * 128, 3 * (128 + 256) + 4 * (128 + 128), 2 * 128
+    outside = 2 * 300 * 128 + 128
+
+    def in_all(layers: int) -> tuple[int, float, float]:
+        """Bytes that are not in 4 bits, those of codes, and those of scales and the whole matrix."""
+        others, numbers = 4 * (outside + layers * (adapters + norms)), layers * matrices
+        return others, numbers / 2, numbers / 64 * (1 + 4 / 256) + 4 * 128 * 256
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    transformers.LlamaConfig(vocab_size=300, **shape).save_pretrained(tmp_path)
+    model = {"pretrained": str(tmp_path), "load_in_4bit": True, "gradient_checkpointing": True, "lora": LORA | {"r": 1}}
+    config = Config.model_validate(
+        {
+            "run": {"max_steps": 1},
+            "batch": {"global_batch_size": 800, "max_micro_batch_size": 1},
+            "data": {"path": "absent", "format": "tokens", "sequence_length": 8},
+            "model": model,
+        }
+    )
+    set_fsdp2(monkeypatch)
+    few, many = (transformers.LlamaConfig(vocab_size=300, num_hidden_layers=layers, **shape) for layers in (3, 40))
+    others, codes, kept = in_all(layers=3)
+    gathered = 4 * outside + 2 * (matrices / 2 + 4 * (adapters + norms)) + 8 * adapters
+    assert memory_per_device(planned(config, 4), few)["weights"] == (others + codes) / 4 + kept + gathered
+    assert sum(memory_per_device(planned(config, 800), many).values()) == sum(in_all(layers=40))
 
 
 @needs_bitsandbytes

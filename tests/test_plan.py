@@ -509,6 +509,16 @@ def test_memory_of_fsdp2(monkeypatch):
     assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
 
 
+def test_memory_of_fsdp2_with_frozen_weights(monkeypatch):
+    """With model.lora, only adapters have gradients: here of rank 2, for a matrix of WIDTH x WIDTH in each layer."""
+    set_fsdp2(monkeypatch)
+    adapter = 2 * 2 * WIDTH
+    weights, layer = PARAMETERS + LAYERS * adapter, LAYER + adapter
+    gathered = 4 * (PARAMETERS - LAYERS * LAYER + 2 * layer)
+    memory = memory_of(4, lora={"r": 2, "target_modules": ["q_proj"]})
+    assert memory["weights"] == weights + gathered + 8 * adapter
+
+
 @pytest.mark.slow
 def test_memory_of_experts(monkeypatch):
     """All weights are sharded, and a rank computes with a quarter of the 8 experts. Two see each token."""

@@ -319,18 +319,26 @@ def bytes_of_moments(optimizer: str, model: torch.nn.Module, trained: float) -> 
     return 8 * trained - 4 * sum(one.numel() for one in hidden)
 
 
-def bytes_of_weights(config: Model, model: torch.nn.Module) -> float:
-    """With load_in_4bit, a matrix below an adapter has a scale of 8 bits for each 64 numbers, and one of 32 bits for
-    each 256 of these (QLoRA, section 3). One matrix at a time is whole, while its layer computes.
-    """
-    held = sum(one.nbytes for one in model.parameters())
+def in_4bit(config: Model, model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The weights that load_in_4bit rounds: the matrices of layers, below adapters."""
     if not config.load_in_4bit:
-        return held
+        return set()
     head = model.get_output_embeddings().weight
     linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
-    sizes = [one.numel() for one in linear if one is not head and not one.requires_grad]
-    size = getattr(torch, config.dtype).itemsize
-    return held + sum(sizes) * ((4 + 8 / 64 + 32 / (64 * 256)) / 8 - size) + size * max(sizes, default=0)
+    return {one for one in linear if one is not head and not one.requires_grad}
+
+
+def bytes_of_weights(config: Model, model: torch.nn.Module, shards: int = 1) -> float:
+    """On a device that has one of so many shards of all weights, before it gathers any.
+
+    A number in 4 bits has half a byte. Each 64 of them have a scale of 8 bits, and each 256 of these one of 32 bits
+    (QLoRA, section 3). Scales are not sharded. One matrix at a time is whole, while its layer computes.
+    """
+    rounded = in_4bit(config, model)
+    numbers = sum(one.numel() for one in rounded)
+    others = sum(one.nbytes for one in model.parameters() if one not in rounded)
+    scales = numbers / 64 * (1 + 4 / 256)
+    return (others + numbers / 2) / shards + scales + max((one.nbytes for one in rounded), default=0)
 
 
 def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
@@ -348,21 +356,22 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
 
     part = own_part(config, found, layout)
     model, found, layers = part.model, part.found, part.layers
-    weights = bytes_of_weights(settings, model) - 4 * part.absent
-
-    memory = {"weights": weights / layout.shards, "gradients": 4 * part.trained / layout.shards}
+    weights = bytes_of_weights(settings, model, layout.shards) - 4 * part.absent / layout.shards
+    memory = {"weights": weights, "gradients": 4 * part.trained / layout.shards}
     memory["optimizer"] = part.moments / layout.shards
     if layout.ep > 1:  # All weights are sharded, but a rank computes with its own experts only.
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)
     if launch.is_sharded:
-        memory["weights"] += gathered_weights(model, launch, part.absent)
+        memory["weights"] += gathered_weights(settings, model, launch, part.absent)
     if launch.defers:
         memory["gradients"] = 4 * (numbers_in(model, only_trained=True) - part.absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
     activations, most = memory_of_passes(config, found, layers, launch)
     memory["activations"] = max(0, activations - known)
     memory["logits"] = max(0, most - known) - memory["activations"]
+    if settings.load_in_4bit:  # Each rank loads them all, before FSDP2 shards them.
+        memory["weights"] += max(0, bytes_of_weights(settings, model) - sum(memory.values()))
     return memory
 
 
@@ -385,20 +394,25 @@ def memory_of_passes(
     return saved, most
 
 
-def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
+def gathered_weights(config: Model, model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
     """FSDP2 computes with one layer, gathers the next one, and reduces the gradients of the last one in float32.
 
     This rank has none of the `absent` weights.
     """
-    size = 2 if launch.precision == "bf16" else 4
+    size, rounded = 2 if launch.precision == "bf16" else 4, in_4bit(config, model)
+
+    def bytes_in(module: torch.nn.Module) -> float:
+        return sum(one.numel() * (0.5 if one in rounded else size) for one in module.parameters())
+
     layers = unsplit_modules(model)
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
-    sizes = [numbers_in(module) for module in layers]
-    largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
-    others = numbers_in(model) - absent - sum(sizes)
+    sizes = [bytes_in(module) for module in layers]
+    others = bytes_in(model) - size * absent - sum(sizes)
+    # DeepSeek's first layers have no experts, and are of another size.
+    largest = max(sizes)
+    reduced = (size + 4) * max(numbers_in(module, only_trained=True) for module in layers)
     keeps_all = launch.config.batch.accumulation == "kept_weights" or not launch.plugin.reshard_after_forward
-    gathered = others + (sum(sizes) if keeps_all else 2 * largest)
-    return size * gathered + (size + 4) * largest
+    return others + (sum(sizes) if keeps_all else 2 * largest) + reduced
 
 
 def total_gib(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> float:
