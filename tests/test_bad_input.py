@@ -963,6 +963,30 @@ case(
     "leave it out",
 )
 case(
+    "lora rank of no matrix",
+    {"model.lora": {"target_modules": ["q_proj"], "rank_pattern": {"qproj": 2}}},
+    "model.lora",
+    "rank_pattern keys did not match any targeted module and were ignored: ['qproj']",
+)
+case(
+    "lora excludes no matrix",
+    {"model.lora": {"target_modules": ["q_proj"], "exclude_modules": ["k_prj"]}},
+    "model.lora",
+    "exclude_modules={'k_prj'} but no modules were excluded",
+)
+case(
+    "lora of no experts",
+    {"model.lora": {"target_modules": ["q_proj"], "target_parameters": ["experts.up"]}},
+    "model.lora",
+    "target_parameters=['experts.up'] were set but no parameter was matched",
+)
+case(
+    "lora of no layer",
+    {"model.lora": {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}},
+    "model.lora: layers_to_transform",
+    "no layer has the number [2]; the first one is 0",
+)
+case(
     "lora of no number",
     {"model.lora": {"target_modules": "all-linear", "lora_alpha": "x"}},
     "model.lora: TypeError",

@@ -4,6 +4,7 @@ import copy
 import difflib
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ OF_THE_LAUNCH = "leave it out; model.dtype and the mixed_precision of the launch
 SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_implementation": "give model.attention"}
 # The last three are of HunYuan and PhiMoE.
 ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
+# What peft warns of where a field of its config has no effect.
+NO_EFFECT = ".*(were set but no|but no modules were excluded|keys did not match)"
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -248,7 +251,8 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
     import peft  # Not at the top of the file, because it takes long.
 
     layers = [f".{name}" for name, _ in model.named_modules(remove_duplicate=False)]
-    with as_user_error("model.lora"):
+    with as_user_error("model.lora"), warnings.catch_warnings():
+        warnings.filterwarnings("error", NO_EFFECT)
         lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
         if new_tokens:
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
@@ -271,6 +275,10 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
         names = [name for name in given if name in getattr(found, setting)]
         unknown = [name for name in names if not any(layer.endswith(f"{start}{name}") for layer in layers)]
         require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
+    given = lora.get("layers_to_transform") or []
+    numbers = {part for layer in layers for part in layer.split(".")}
+    unknown = [number for number in ([given] if isinstance(given, int) else given) if str(number) not in numbers]
+    require(not unknown, f"layers_to_transform: no layer has the number {unknown}; the first one is 0")
 
 
 def check_for_codes(model: torch.nn.Module, found: Any) -> None:
