@@ -319,26 +319,24 @@ def bytes_of_moments(optimizer: str, model: torch.nn.Module, trained: float) -> 
     return 8 * trained - 4 * sum(one.numel() for one in hidden)
 
 
-def in_4bit(config: Model, model: torch.nn.Module) -> set[torch.nn.Parameter]:
+def in_4bit(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The weights that load_in_4bit rounds: the matrices of layers, below adapters."""
-    if not config.load_in_4bit:
-        return set()
     head = model.get_output_embeddings().weight
     linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     return {one for one in linear if one is not head and not one.requires_grad}
 
 
 def bytes_of_weights(config: Model, model: torch.nn.Module, shards: int = 1) -> float:
-    """On a device that has one of so many shards of all weights, before it gathers any.
-
-    A number in 4 bits has half a byte. Each 64 of them have a scale of 8 bits, and each 256 of these one of 32 bits
-    (QLoRA, section 3). Scales are not sharded. One matrix at a time is whole, while its layer computes.
-    """
-    rounded = in_4bit(config, model)
-    numbers = sum(one.numel() for one in rounded)
-    others = sum(one.nbytes for one in model.parameters() if one not in rounded)
+    """On a device that has one of so many shards, before it gathers any."""
+    held = sum(one.nbytes for one in model.parameters())
+    if not config.load_in_4bit:
+        return held / shards
+    rounded = in_4bit(model)
+    numbers, whole = sum(one.numel() for one in rounded), [one.nbytes for one in rounded]
+    # Each 64 numbers have a scale of 8 bits, and each 256 of these one of 32 bits (QLoRA, section 3). They are not
+    # sharded. One matrix at a time is whole, while its layer computes.
     scales = numbers / 64 * (1 + 4 / 256)
-    return (others + numbers / 2) / shards + scales + max((one.nbytes for one in rounded), default=0)
+    return (held - sum(whole) + numbers / 2) / shards + scales + max(whole, default=0)
 
 
 def numbers_in(module: torch.nn.Module, only_trained: bool = False) -> int:
@@ -370,7 +368,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     activations, most = memory_of_passes(config, found, layers, launch)
     memory["activations"] = max(0, activations - known)
     memory["logits"] = max(0, most - known) - memory["activations"]
-    if settings.load_in_4bit:  # Each rank loads them all, before FSDP2 shards them.
+    if config.model.load_in_4bit:  # Each rank loads them all, before FSDP2 shards them.
         memory["weights"] += max(0, bytes_of_weights(settings, model) - sum(memory.values()))
     return memory
 
@@ -399,7 +397,8 @@ def gathered_weights(config: Model, model: torch.nn.Module, launch: PlannedLaunc
 
     This rank has none of the `absent` weights.
     """
-    size, rounded = 2 if launch.precision == "bf16" else 4, in_4bit(config, model)
+    size = 2 if launch.precision == "bf16" else 4
+    rounded = in_4bit(model) if config.load_in_4bit else set()
 
     def bytes_in(module: torch.nn.Module) -> float:
         return sum(one.numel() * (0.5 if one in rounded else size) for one in module.parameters())
