@@ -816,7 +816,7 @@ case(
     "hf auth login",
     "local folder without network",
 )
-case("unknown model type", architecture(model_type="lama"), "model", "lama", "llama")
+case("unknown model type", architecture(model_type="lama"), "model", "has no model_type lama; near are ['llama', ")
 case("not a causal model", {"model.architecture": {"model_type": "vit"}}, "model", "vit", "causal")
 case(
     "unknown architecture setting",

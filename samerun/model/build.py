@@ -53,6 +53,10 @@ def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrai
             remote = config.model.trust_remote_code
             found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote)
         else:
+            kind = architecture.get("model_type")
+            near = difflib.get_close_matches(str(kind), transformers.CONFIG_MAPPING)
+            is_known = kind is None or kind in transformers.CONFIG_MAPPING
+            require(is_known, f"transformers has no model_type {kind}; near are {near}")
             defaults = {"vocab_size": vocab_size, "max_position_embeddings": length}
             own_names = transformers.AutoConfig.for_model(**architecture).attribute_map  # GPT-2 says n_positions.
             defaults = {name: value for name, value in defaults.items() if own_names.get(name) not in architecture}
