@@ -965,8 +965,8 @@ case(
 case(
     "lora rank of no matrix",
     {"model.lora": {"target_modules": ["q_proj"], "rank_pattern": {"qproj": 2}}},
-    "model.lora",
-    "rank_pattern keys did not match any targeted module and were ignored: ['qproj']",
+    "model.lora: rank_pattern",
+    "no layer is called qproj; leave it out",
 )
 case(
     "lora excludes no matrix",

@@ -30,7 +30,7 @@ from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
-from samerun.model.build import flops_per_token, make_model
+from samerun.model.build import add_lora, flops_per_token, make_model
 from samerun.model.tokenizer import load_tokenizer, stop_after_turns
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -540,6 +540,17 @@ def test_lora_without_fields_trains_adapters_only(tmp_path):
     saved = {name for name in saved_names(done.folder / "checkpoints" / "step-00000005") if name.startswith("model.")}
     assert saved == {f"model.{name}" for name in names}
     assert f", of which {2 * 8 * (32 + 32 + 32 + 16):,} are trained, " in done.output
+
+
+def test_lora_of_a_mixture_with_a_pattern():
+    """To it, peft adds patterns for the names that experts had in earlier transformers, which match nothing."""
+    shape = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    found = transformers.MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=2, **shape)
+    query = "model.layers.1.self_attn.q_proj"
+    lora = {"r": 3, "target_modules": "all-linear", "rank_pattern": {f"^{query}": 2}}
+    adapted = add_lora(transformers.AutoModelForCausalLM.from_config(found), lora)
+    ranks = {name: layer.r["default"] for name, layer in adapted.named_modules() if hasattr(layer, "r")}
+    assert [name for name, rank in ranks.items() if rank == 2] == [f"base_model.model.{query}"]
 
 
 @pytest.mark.parametrize("tied, targets", [(False, ["embed_tokens", "lm_head", "q_proj"]), (True, ["wte", "lm_head"])])

@@ -4,6 +4,7 @@ import copy
 import difflib
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_imp
 # The last three are of HunYuan and PhiMoE.
 ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
 # What peft warns of where a field of its config has no effect.
-NO_EFFECT = ".*(were set but no|but no modules were excluded|keys did not match)"
+NO_EFFECT = ".*(were set but no parameter|but no modules were excluded)"
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -260,7 +261,7 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
         lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
         if new_tokens:
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
-        found = peft.LoraConfig(**lora)
+        found = peft.LoraConfig(**copy.deepcopy(lora))  # peft writes into what it is given.
         check_for_codes(model, found)
         adapted = peft.get_peft_model(model, found)
         check_lora(lora, found, layers)
@@ -279,6 +280,10 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
         names = [name for name in given if name in getattr(found, setting)]
         unknown = [name for name in names if not any(layer.endswith(f"{start}{name}") for layer in layers)]
         require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
+    for setting in "rank_pattern", "alpha_pattern":  # peft adds others, which may match nothing.
+        for pattern in lora.get(setting) or {}:
+            is_known = any(re.match(rf"(.*\.)?({pattern})$", layer[1:]) for layer in layers)  # As peft reads them.
+            require(is_known, f"{setting}: no layer is called {pattern}; leave it out")
     given = lora.get("layers_to_transform") or []
     numbers = {part for layer in layers for part in layer.split(".")}
     unknown = [number for number in ([given] if isinstance(given, int) else given) if str(number) not in numbers]
