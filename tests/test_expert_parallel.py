@@ -277,7 +277,8 @@ def test_refused_settings(launched, message):
 def test_among_whom(monkeypatch):
     """Experts may be divided among all ranks that have the same layers, as long as those of tp stay together."""
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    assert checked(processes=4).shards == 4
+    layout = checked(processes=4)
+    assert layout.shards == 4 and layout.is_divided
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
     with pytest.raises(UserError, match="model.expert_ranks 2: must be a multiple of parallelism_config_tp_size 4"):
         checked(processes=8)

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers import (
     ROOT,
@@ -24,6 +25,7 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.errors import UserError
@@ -153,6 +155,61 @@ def test_activation_checkpointing_that_transformers_does_not_offer(tmp_path, mon
     monkeypatch.setattr(parallel, "make_groups", lambda: None)
     with pytest.raises(UserError, match="launch: fsdp_activation_checkpointing: .* for a llama; use false"):
         parallel.prepare(model, [], None)
+
+
+@pytest.fixture
+def groups_of():
+    """groups_of(layout): a rank of 8 that has made its groups, in a torch that talks to nobody."""
+
+    def result(layout: Layout) -> Parallelism:
+        dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=8)
+        accelerator = SimpleNamespace(state=SimpleNamespace(), device=torch.device("cpu"))
+        parallel = Parallelism(None, accelerator, layout, None)
+        parallel.make_groups()
+        return parallel
+
+    yield result
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "layout, expected",
+    [
+        (
+            Layout(5, is_sharded=True, dp_replicate=2, dp_shard=2, tp=2),
+            {"dp_replicate": [1, 5], "data": [5, 7], "tp": [4, 5]},
+        ),
+        (Layout(5, is_sharded=True, dp_shard=2, cp=2, tp=2), {"data": [1, 3, 5, 7], "tp": [4, 5]}),
+        (Layout(5, dp_replicate=4, tp=2), {"data": [1, 3, 5, 7], "tp": [4, 5]}),
+    ],
+    ids=["HSDP x TP", "FSDP2 x CP x TP", "DDP x TP"],
+)
+def test_who_is_in_which_group(groups_of, layout, expected):
+    """The more ranks send each other, the nearer they are. Other groups might compute the same, and be slow."""
+    mesh = groups_of(layout).mesh
+    assert {name: mesh[name].mesh.tolist() for name in expected} == expected
+
+
+def test_who_shares_experts(groups_of):
+    """Neighbours have other experts, and FSDP2 shards each of them within a copy."""
+    mesh = groups_of(Layout(5, is_sharded=True, dp_replicate=2, dp_shard=4, ep=2)).expert_mesh
+    found = {name: mesh[name].mesh.tolist() for name in mesh.mesh_dim_names[1:]}
+    assert found == {"dp_replicate": [1, 5], "efsdp": [5, 7], "ep": [4, 5]}
+
+
+def test_a_rank_without_a_gradient_adds_zeros(groups_of):
+    """As of an expert that none of its tokens has chosen. The others wait for it."""
+    parallel, weight = groups_of(Layout(dp_replicate=4, tp=2)), torch.nn.Parameter(torch.ones(3))
+    parallel.owed = [([weight], dist.group.WORLD)]
+    parallel.reduce_gradients(torch.nn.ParameterList([weight]))
+    assert weight.grad.tolist() == [0, 0, 0]
+
+
+def test_who_keeps_memory_for_gradients():
+    """DDP only, in its buckets."""
+    assert Layout(dp_replicate=2).has_buckets
+    others = [Layout(), Layout(is_sharded=True, dp_shard=2), Layout(dp_replicate=2, tp=2), Layout(dp_replicate=2, pp=2)]
+    assert not any(layout.has_buckets for layout in others)
 
 
 def start(folder: Path, config: dict, processes: int, how: dict, *settings, **more) -> Done:

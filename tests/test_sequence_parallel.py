@@ -354,6 +354,8 @@ def test_copies_without_shards_are_refused(monkeypatch):
     with pytest.raises(UserError, match="parallelism_config_dp_replicate_size 2: is the number of processes, and then"):
         layout_of(config_of(), 2, is_sharded=True)
     assert layout_of(config_of(), 2, is_sharded=False).dp_replicate == 2  # DDP does not read it.
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    assert layout_of(config_of(), 1, is_sharded=True).shards == 1  # FSDP2 on one process, to try it.
 
 
 def test_context_parallelism_refuses_auto(monkeypatch):
