@@ -1,7 +1,10 @@
 """Any product of dimensions is the run of a plain loop, too: ranks that divide a model in two, three and four ways."""
 
+import gzip
 import itertools
+import json
 import re
+from collections import Counter
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -261,6 +264,41 @@ def test_begins_as_the_plain_loop(truth, runs, case):
     did, done = truth(CASES[case][0])[1], runs(case, "--run.max_steps", 5, "--data.eval_source", "null")
     np.testing.assert_allclose(done.losses, did.losses[:5], rtol=1e-6)
     np.testing.assert_allclose(done.logged("train/grad_norm"), did.grad_norms[:5], rtol=1e-5)
+
+
+PROFILED = "--perf.profile_steps", "[2, 2]", "--run.max_steps", 5, "--data.eval_source", "null"
+
+
+def sent(done: Done) -> Counter:
+    """How often the main process took part in each kind of exchange, in a step of PROFILED."""
+    with gzip.open(done.folder / "profile.json.gz") as file:
+        return Counter(event.get("name") for event in json.load(file)["traceEvents"])
+
+
+# 4 layers, the embedding, and what is in none of them; or the 2 layers of a rank of a pipeline, and what else it has.
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, modules", [({}, 6), ({"pp": 2}, 3)], ids=["FSDP2", "PP x FSDP2"])
+def test_kept_weights_are_gathered_once_per_step(truth, tmp_path, sizes, modules):
+    """And their gradients are averaged in each of the 2 micro-steps."""
+    limit = "--batch.max_micro_batch_size", 2 if not sizes else 3
+    done = start(tmp_path, truth("llama")[0], 4, layout(FSDP2, **sizes), *KEPT, *PROFILED, *limit)
+    names = sent(done)
+    assert names["c10d::_allgather_base_"] == modules
+    assert names["c10d::_reduce_scatter_base_"] == modules * 2 == modules * done.metrics[0]["plan/grad_accum_steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, modules", [({}, 6), ({"pp": 2}, 3)], ids=["HSDP", "PP x HSDP"])
+def test_copies_average_once_per_step(truth, tmp_path, sizes, modules):
+    """Instead of in each of the 2 micro-steps."""
+    limit = "--batch.max_micro_batch_size", 2 if not sizes else 3
+    times = []
+    for accumulation in EACH, WITHIN:
+        folder = "--run.output_dir", tmp_path / accumulation[1]
+        how = layout(FSDP2, dp_replicate=2, **sizes)
+        done = start(tmp_path, truth("llama")[0], 4, how, *accumulation, *PROFILED, *limit, *folder)
+        times.append(sent(done)["c10d::allreduce_"])
+    assert done.metrics[0]["plan/grad_accum_steps"] == 2 and times[0] - times[1] == modules
 
 
 @pytest.mark.slow
