@@ -224,6 +224,28 @@ def test_chunks_make_the_whole_model(kind, chunked):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("layers, most", [(9, 3), (7, 3), (10, 4)])
+def test_ranks_have_as_many_layers(layers, most):
+    """Three ranks, of two chunks each, as --plan counts their memory."""
+    model = small_model("llama", num_hidden_layers=layers)
+    sizes = [len(chunk.numbers) for chunk in divide_layers(model, 6, loss_of_run(), "model.pipeline_ranks 3")]
+    of_ranks = [sizes[rank] + sizes[rank + 3] for rank in range(3)]
+    assert sum(of_ranks) == layers and max(of_ranks) == most and min(of_ranks) >= most - 1
+
+
+@pytest.mark.slow
+def test_lengths_that_change(tmp_path):
+    """10 rows are 128 tokens or 256, and what is passed on is as long. Each length comes back after the other."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 10
+    config["batch"] = {"global_batch_size": 20, "max_micro_batch_size": 10}
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    done = launch(tmp_path, config, *pipeline(2, "--batch.max_micro_batch_size", 10), processes=2, warm=True)
+    np.testing.assert_allclose(done.losses, one.losses, rtol=1e-6)
+    passed = np.diff(done.tokens, prepend=0) / 2
+    assert passed.min() < 128 < passed.max()
+
+
 @pytest.mark.parametrize(
     "kind, more, message",
     [
