@@ -280,8 +280,11 @@ def test_refused_settings(launched, message):
 def test_among_whom(monkeypatch):
     """Experts may be divided among all ranks that have the same layers, as long as those of tp stay together."""
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    layout = checked(processes=4)
+    layout = checked(processes=4, model={"expert_ranks": 4})
     assert layout.shards == 4 and layout.is_divided
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="does not divide the 4 processes that"):
+        patch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+        checked(processes=8, model={"expert_ranks": 8})
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
     with pytest.raises(UserError, match="model.expert_ranks 2: must be a multiple of parallelism_config_tp_size 4"):
         checked(processes=8)
