@@ -551,7 +551,7 @@ def test_a_variable_that_would_do_nothing(tmp_path, name, problem):
         load_tokenizer(data, Model())
 
 
-@pytest.mark.parametrize("change", [" | upper", "[:20]"])
+@pytest.mark.parametrize("change", [" | upper", "[:20]", "[-20:]"])
 def test_a_template_that_changes_what_is_said(made, tmp_path, change):
     """The name of a special token, which is another one while the template is rendered, would be changed, too."""
     changing = Path(CHATML).read_text().replace("message['content'] + ''", f"message['content']{change}")

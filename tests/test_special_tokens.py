@@ -11,7 +11,7 @@ import transformers
 from helpers import ROOT, run, tiny_config
 from test_evaluation import LONG, SHORT, TOKENIZERS, WORDS, saved
 from test_finetune import CHATS, END, START, by_hand, byte_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
@@ -80,6 +80,69 @@ def test_what_a_text_says_is_text(tokenizer):
         assert ids == tokenizer(text)["input_ids"] and tokenizer.eos_token_id in ids
 
 
+@pytest.mark.parametrize("parse", [False, True])
+def test_where_tokens_end(tokenizer, parse):
+    """Each of them, and the last one where its text does: the labels of a pair are of the same tokens as its ids."""
+    encoder = Encoder(tokenizer, parse)
+    for text, ids, ends in zip(SAID, encoder.texts(SAID), encoder.ends(SAID)):
+        assert len(ends) == len(ids) and ends == sorted(ends) and ends[-1] == len(text)
+
+
+LETTERS = {"<unk>": 0, "<e>": 1, "a": 2, "<": 3, "e": 4, ">": 5}
+MERGES = {"<e": 6} | {name: number for name, number in LETTERS.items() if name != "<e>"} | {"<e>": 1}
+
+
+def kind_of_its_own(folder, kind: str):
+    """Tokenizers that make <e> of a text in a way of their own. Of what is said in it, all ids are known by hand."""
+    end = AddedToken("<e>", special=True, normalized=kind == "capitals")
+    tokenizer = Tokenizer(models.WordLevel(LETTERS, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if kind == "capitals":
+        tokenizer.normalizer = normalizers.Lowercase()
+    elif kind == "words":
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    elif kind == "merges":
+        tokenizer = Tokenizer(models.BPE(MERGES, [("<", "e"), ("<e", ">")], unk_token="<unk>"))
+    elif kind == "merges with a prefix":
+        names = {name if name[0] == "<" else f"##{name}": number for name, number in MERGES.items()} | {"a": 7}
+        merges = [("<", "##e"), ("<e", "##>")]
+        tokenizer = Tokenizer(models.BPE(names, merges, unk_token="<unk>", continuing_subword_prefix="##"))
+    tokenizer.add_special_tokens([end, "<unk>"])
+    return load_tokenizer(
+        Data(files="a", tokenizer=str(saved(folder, tokenizer, eos_token=end, unk_token="<unk>"))), Model()
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, said, ids",
+    [
+        ("capitals", "a<E>a<e>", [2, 3, 4, 5, 2, 3, 4, 5]),
+        ("capitals", "a<E>", [2, 3, 4, 5]),  # Nothing in it is the name of a special token.
+        ("words", "a <e> a z", [2, 0, 2, 0]),
+        ("merges", "<e>az", [6, 5, 2, 0]),
+        ("merges with a prefix", "<e>az", [6, 5, 2, 0]),
+    ],
+)
+def test_ways_to_make_special_tokens_of_text(tmp_path, kind, said, ids):
+    encoder = Encoder(kind_of_its_own(tmp_path / "tokenizer", kind))
+    assert encoder.texts([said]) == [ids]
+    assert encoder.conversation(encoder.said_by_message(said) + "<e>")[0] == [*ids, 1]
+
+
+def test_of_special_tokens_that_begin_alike_the_longer_one_is_written(tmp_path):
+    tokenizer = load_tokenizer(Data(files="a", tokenizer=byte_tokenizer(tmp_path / "t", None)), Model())
+    tokenizer.add_tokens(["<|im_end|>s"], special_tokens=True)
+    encoder = Encoder(tokenizer)
+    ids, *_ = encoder.conversation("<|im_end|>s" + encoder.said_by_message("<|im_end|>"))
+    assert ids == [tokenizer.convert_tokens_to_ids("<|im_end|>s"), *b"<|im_end|>"]
+
+
+def test_a_tokenizer_without_special_tokens_reads_messages():
+    assert Encoder(transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))).said_by_message(
+        {"content": "a"}
+    ) == {"content": "a"}
+
+
 def test_a_tokenizer_without_a_token_for_what_it_does_not_know(tmp_path):
     """It raises an error for the names of its own special tokens, if they are text."""
     bare = Tokenizer(models.WordLevel({"A": 0, "C": 1, "<eos>": 2}))
@@ -102,10 +165,11 @@ def test_texts_without_an_end_are_told(tmp_path, capsys, texts):
 
 
 def test_other_texts_have_the_tokens_of_the_tokenizer(tokenizer):
-    """Also where they are read by its twin."""
+    """Also where they are read by its twin, and whatever length the tokenizer's file cuts texts to."""
     encoder, texts = Encoder(tokenizer), [*SHORT[:-1], *LONG]
-    assert encoder.texts(texts) == tokenizer(texts)["input_ids"]
-    assert [encoding.ids for encoding in encoder.twin.encode_batch(texts)] == tokenizer(texts)["input_ids"]
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    read_by_twin = [encoding.ids for encoding in encoder.twin.encode_batch(texts)]
+    assert encoder.texts(texts) == tokenizer(texts)["input_ids"] == read_by_twin
     for text in texts:
         text = f"</s>{text}</s>\n{text}"  # As a template may write it.
         usual = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
