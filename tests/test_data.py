@@ -122,6 +122,12 @@ def test_tokens_that_other_programs_mask(tmp_path, name, advice):
                 load_documents(config)
     with pytest.raises(UserError, match=f"{name}' has 0 for .*{advice}"):
         load_documents(config)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"labels": [-100, 6, 7]}) + "\n")
+    if name == "attention_mask":  # Labels say what is learned, and not what is padding.
+        with pytest.raises(UserError, match="has 0 for padding"):
+            load_documents(config)
+    else:
+        assert load_documents(config)["labels"][:] == [[-100, 6, 7]]
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -562,9 +568,10 @@ def test_a_prompt_that_its_template_changes(tmp_path):
 def test_times_are_not_learned(tmp_path):
     """datasets makes times of a .jsonl of the Hub whose texts are all dates. How they were written is lost."""
     day = datetime.datetime(2024, 5, 1)
-    row = {"messages": [{"role": role, "content": day} for role in ("user", "assistant")]}
-    with pytest.raises(UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
-        documents(tmp_path, [row], "chat", saved=True, **CHATML)
+    for speaker, said in ("role", "content"), ("from", "value"):
+        row = {"messages": [{speaker: role, said: day} for role in ("user", "assistant")]}
+        with pytest.raises(UserError, match="'messages' holds .*timestamp.*, not lists of .* save them as .parquet"):
+            documents(tmp_path / said, [row], "chat", saved=True, **CHATML)
     with pytest.raises(UserError, match="'completion' holds timestamp.*, not text; .* save them as .parquet"):
         documents(tmp_path, [{"prompt": "When?", "completion": day}], "text", saved=True)
 

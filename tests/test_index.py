@@ -383,9 +383,10 @@ def test_what_is_noted_as_complete_is_on_the_disk(tmp_path, monkeypatch):
     )
     texts = tmp_path / "a.txt"
     texts.write_text("some words")
-    load_data(Data(files=str(texts), sequence_length=LENGTH), transformers.ByT5Tokenizer(), seed=0)
+    config = Data(files=str(texts), sequence_length=LENGTH, packing="best_fit")
+    load_data(config, transformers.ByT5Tokenizer(), seed=0)
     order = ["1-of-1.arrow", ".1-of-1.json.tmp", (".1-of-1.json.tmp", "1-of-1.json"), "edges.bin", "extents.bin"]
-    order += [".index.json.tmp", (".index.json.tmp", "index.json")]
+    order += ["packed.arrow", ".index.json.tmp", (".index.json.tmp", "index.json")]
     assert all(one in events for one in order)
     assert [events.index(one) for one in order[:4]] == sorted(events.index(one) for one in order[:4])
     assert max(map(events.index, order[:-2])) < events.index(order[-2]) < events.index(order[-1])
@@ -488,9 +489,12 @@ def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
     assert "the training data has the token id 384, the model's vocabulary is 0 to 383" in done.output
 
 
-def test_compressed_tokens_are_refused(tmp_path):
+@pytest.mark.parametrize("what", ["ids", "labels"])
+def test_compressed_tokens_are_refused(tmp_path, what):
     """Their place in the file is not that of the tokens. datasets itself never writes such files."""
-    folder = save(tmp_path / "documents", documents_of(1))
+    ids = np.random.default_rng(0).integers(2**31, size=1000).tolist()  # Which stay as they are: they are random.
+    documents = documents_of(1) if what == "ids" else [{"input_ids": ids, "labels": [-100] * 999 + [5]}]
+    folder = save(tmp_path / "documents", documents, shards=1)
     for file in folder.glob("*.arrow"):
         table = pa.ipc.open_stream(file.read_bytes()).read_all()
         with pa.ipc.new_stream(str(file), table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:

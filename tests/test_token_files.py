@@ -18,7 +18,7 @@ from test_data import byte_tokenizer
 from test_finetune import END
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from samerun.config import Data, Model
+from samerun.config import Data, Model, Source
 from samerun.data import token_files
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
@@ -136,6 +136,19 @@ def test_lines_of_an_array_are_documents(tmp_path):
     np.save(tmp_path / "a.npy", lines)
     [rows] = rows_of(tmp_path, "a.npy", packing="none").values()
     assert sorted(row[0] for row in rows) == lines.tolist()
+
+
+def test_each_of_many_documents_is_compared(tmp_path):
+    """10,000 at a time: the last one of these, and the last one of all."""
+    lines = np.arange(24_002, dtype=np.uint16).reshape(-1, 2)
+    np.save(tmp_path / "train.npy", lines)
+    np.save(tmp_path / "eval.npy", lines[[9999, 12_000]])
+    config = Data(files=str(tmp_path / "train.npy"), format="tokens", sequence_length=1000)
+    evaluated = config.model_copy(update={"eval_source": Source(files=str(tmp_path / "eval.npy"))})
+    _, held_out = load_data(evaluated, None, seed=0)
+    assert held_out[""].index["notes"][-1] == "2 of 2 documents are also trained on."
+    data, held_out = load_data(config.model_copy(update={"eval_fraction": 0.1}), None, seed=0)
+    assert (data.tokens, held_out[""].tokens) == (2 * 10_800, 2 * 1201)  # A tenth of 12,001, rounded up.
 
 
 @pytest.mark.parametrize("documents", [1, 10])
