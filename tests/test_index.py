@@ -276,6 +276,20 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     assert len(set(folders)) == len(folders) == 11
 
 
+@pytest.mark.parametrize("kind", ["save_to_disk", "files"])
+def test_each_split_has_an_index_of_its_own(tmp_path, kind):
+    splits = {"train": [3] * 4, "test": [4] * 4}
+    if kind == "files":
+        for split, row in splits.items():
+            (tmp_path / f"{split}.jsonl").write_text(json.dumps({"input_ids": row}))
+    else:
+        saved = {split: datasets.Dataset.from_dict({"input_ids": [row]}) for split, row in splits.items()}
+        datasets.DatasetDict(saved).save_to_disk(tmp_path)
+    for split, row in splits.items():
+        data, _ = load_data(config_of(tmp_path, split=split), None, seed=0)
+        assert data.read(0)[0].tolist() == row
+
+
 def test_each_setting_of_chats_and_of_tokens_has_an_index_of_its_own(tmp_path):
     pairs, tokens = tmp_path / "pairs.jsonl", tmp_path / "tokens.bin"
     pairs.write_text(json.dumps({"prompt": "a", "completion": "b"}))
@@ -357,6 +371,19 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     assert "made anew" in said and str(tmp_path / "cache") in said
     assert "dataset_info.json" not in said  # The folder that it is in is told.
     assert read_all(load_data(config, tokenizer, 0)[0]) == before and not capsys.readouterr().out
+
+
+def test_documents_that_are_not_noted_as_complete_are_made_anew(tmp_path, monkeypatch):
+    """As after a power loss right after they were written."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
+    config = Data(files=str(tmp_path / "a.jsonl"), format="tokens", sequence_length=LENGTH)
+    before = read_all(load_data(config, None, 0)[0])
+    for note in [*(tmp_path / "cache").rglob("train-complete.json"), *(tmp_path / "cache").rglob("index.json")]:
+        note.unlink()
+    for file in (tmp_path / "cache").rglob("*.arrow"):
+        replace(file, bytes(file.stat().st_size))
+    assert read_all(load_data(config, None, 0)[0]) == before
 
 
 def test_zeros_in_the_middle_of_large_tokens(tmp_path, monkeypatch):

@@ -151,6 +151,15 @@ def test_each_of_many_documents_is_compared(tmp_path):
     assert (data.tokens, held_out[""].tokens) == (2 * 10_800, 2 * 1201)  # A tenth of 12,001, rounded up.
 
 
+def test_documents_that_begin_alike_are_not_the_same(tmp_path):
+    for name, last in ("train", 7), ("eval", 8):
+        np.save(tmp_path / f"{name}.npy", np.array([*range(1000), last], np.uint16))
+    evaluated = {"files": str(tmp_path / "eval.npy")}
+    config = Data(files=str(tmp_path / "train.npy"), format="tokens", sequence_length=1024, eval_source=evaluated)
+    notes = load_data(config, None, seed=0)[1][""].index["notes"]
+    assert notes and not any("trained on" in note for note in notes)
+
+
 @pytest.mark.parametrize("documents", [1, 10])
 def test_large_files_take_little_memory(tmp_path, documents):
     """Also where they are compared with an evaluation, and where a file is a single document."""
