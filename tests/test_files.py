@@ -80,14 +80,19 @@ def test_links_that_lead_nowhere(folder):
     assert "docs/lost.txt" not in list_files(["docs", "!docs/lost.txt"])
 
 
-def test_a_folder_whose_name_looks_like_a_pattern(tmp_path):
-    """datasets would read the one that the pattern matches."""
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path, monkeypatch):
+    """datasets would read the one that the pattern matches. It may also be one of the folders that the data are in."""
     for name, text in ("run[1]", "right"), ("run1", "wrong"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text(text)
-    with pytest.raises(UserError, match="takes its name for a pattern; name the folder in the list `files`"):
-        load_source(Source(path=str(tmp_path / "run[1]")))
-    assert texts(str(tmp_path / "run[1]")) == ["right"]
+        for file in "a.txt", "in/a.txt":
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+    monkeypatch.chdir(tmp_path / "run[1]")
+    for path in str(tmp_path / "run[1]"), ".", "in":
+        with pytest.raises(UserError, match="for a pattern; name the folder in the list `files`"):
+            load_source(Source(path=path))
+        assert set(texts(path)) == {"right"}
+    (tmp_path / "run[1]" / "b.txt").write_text("left out")
+    assert texts("*.txt", "!b*.txt") == texts("a.txt") == ["right"]
 
 
 def test_the_home_folder(folder, monkeypatch):

@@ -306,8 +306,9 @@ def saved_folders(source: Source) -> dict[str, str]:
     if note.is_file():
         require(source.name is None, "a folder of save_to_disk has no configurations; leave out name")
         return {split: os.path.join(path, split) for split in json.loads(note.read_text())["splits"]}
-    is_plain = not (os.path.isdir(path) and glob.has_magic(path))
-    require(is_plain, "datasets takes its name for a pattern; name the folder in the list `files`, in place of `path`")
+    is_plain = not (os.path.isdir(path) and glob.has_magic(os.path.abspath(path)))
+    advice = "name the folder in the list `files`, in place of `path`"
+    require(is_plain, f"datasets takes its full path for a pattern; {advice}")
     return {}
 
 
@@ -346,8 +347,9 @@ def read_files(builder: str, files: list[str]) -> datasets.Dataset:
 
 
 def describe_files(builder: str, files: list[str]) -> datasets.DatasetBuilder:
-    # datasets reads each name as a pattern. Escaped, a[1].txt is that file and nothing else.
-    names = [file if "://" in file else glob.escape(file) for file in files]
+    # datasets reads each name as a pattern, and puts the working folder before it. Escaped, a[1].txt is that file and
+    # nothing else.
+    names = [file if "://" in file else glob.escape(os.path.abspath(file)) for file in files]
     local = [file for file in files if "://" not in file]
     cache = usable_cache(local) if local else None
     kind, options = builder, {}
