@@ -80,6 +80,8 @@ def checkpoint_of(folder: Path, name: str, manifest: str = "{}") -> Path:
 def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
     """Such as its evaluation. What an earlier launch has copied before that does not count."""
     one = AfterSave(f'cat "$CHECKPOINT/manifest.json" >> {tmp_path / "log"}')
+    one.make_up_for(tmp_path / "run" / "checkpoints" / "step-0")  # Which is gone.
+    one.finish()
     for manifest in "{}", "{}", '{"evaluated_step": 1}':
         one.make_up_for(checkpoint_of(tmp_path, "step-1", manifest))
         one.finish()

@@ -399,6 +399,12 @@ case(
     make=file("rows.jsonl", '{"text": "fine"}\n{"text": "Müll"}\n{"text": "fine"}\n'.encode("latin-1")),
 )
 case(
+    "half of a surrogate pair in a long list",
+    {"data.files": "TMP/a.json"},
+    "'text' of row 1000, counted from 0, is not UTF-8, or half of a surrogate pair",
+    make=file("a.json", json.dumps(["a"] * 1000 + ["\ud83d"]).encode()),
+)
+case(
     "not utf-8 in a chat",
     TEMPLATE,
     "data: cannot load TMP/rows.jsonl: ",

@@ -117,9 +117,10 @@ def test_tokens_that_other_programs_mask(tmp_path, name, advice):
             for no_mask in "none", [0.5, 0.5, 0.5], [[1, 1, 1]], None:
                 (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: no_mask}) + "\n")
                 assert load_documents(config)["input_ids"][:] == [[5, 6, 7]]
-            (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: [False, True, True]}) + "\n")
-            with pytest.raises(UserError, match=f"{name}' has 0 for"):
-                load_documents(config)
+            for zeros in [False, True, True], [0, None, 1]:
+                (tmp_path / "rows.jsonl").write_text(json.dumps(row | {name: zeros}) + "\n")
+                with pytest.raises(UserError, match=f"{name}' has 0 for"):
+                    load_documents(config)
     with pytest.raises(UserError, match=f"{name}' has 0 for .*{advice}"):
         load_documents(config)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"labels": [-100, 6, 7]}) + "\n")
@@ -316,6 +317,9 @@ def test_files_of_many_columns_are_read_twice_at_most(tmp_path, monkeypatch):
     assert documents["text"][:] == ["a"] * 12 and documents["own3"][3] == 3
     assert documents.data.column("hashes")[9].as_py() == f"[9, {2**64}]"
     assert len(read) <= 1 + 12 + 1 + 12  # The first one tells the types of the columns each time.
+    read.clear()
+    sources.load_files([str(file) for file in files if file.write_text('{"text": "a"}')])
+    assert len(read) <= 1 + 12
 
 
 @pytest.mark.parametrize("first, last, kind", [([], [True], "bool"), ([3], [], "int64"), ([], [], "null")])
@@ -334,6 +338,7 @@ def test_an_empty_list_is_of_any_type(tmp_path, first, last, kind):
         ('[{"text": "a"},\n{"text": "b"}]', ["a", "b"]),
         ('["a",\n"b"]', ["a", "b"]),
         ('\n\n{"text": "a"}\n\n{"text": null}\n', ["a"]),
+        pytest.param(json.dumps([*map(str, range(2001))]), [*map(str, range(2001))], id="more than are read at once"),
     ],
 )
 def test_how_rows_stand_in_a_json_file(tmp_path, text, found):
