@@ -86,6 +86,17 @@ def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
         one.make_up_for(checkpoint_of(tmp_path, "step-1", manifest))
         one.finish()
     assert (tmp_path / "log").read_text() == '{}{"evaluated_step": 1}' and one.failures == 0
+    other = AfterSave(f"touch {tmp_path / 'other'}")
+    other.make_up_for(checkpoint_of(tmp_path, "step-1", '{"evaluated_step": 1}'))
+    other.finish()
+    assert (tmp_path / "other").exists()
+
+
+def test_a_command_that_is_killed_has_failed(tmp_path):
+    one = AfterSave("kill -9 $$")
+    one.begin(checkpoint_of(tmp_path, "step-1"))
+    one.finish()
+    assert one.failures == 1
 
 
 def test_what_is_copied_has_only_whole_files(tmp_path, monkeypatch):
@@ -124,10 +135,14 @@ def test_its_environment(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
-    one = AfterSave(f'echo "$RUN_FOLDER $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP" > {tmp_path / "told"}')
-    one.begin(checkpoint_of(tmp_path, "step-1"))
+    said = "$RUN_FOLDER $CHECKPOINT $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP"
+    one = AfterSave(f'cd /; echo "{said}" > {tmp_path / "told"}')
+    monkeypatch.chdir(tmp_path)
+    one.begin(checkpoint_of(Path(), "step-1"))
     one.finish()
-    assert (tmp_path / "told").read_text() == f"{tmp_path / 'run'} \n" and one.failures == 0
+    run_folder = tmp_path / "run"
+    assert (tmp_path / "told").read_text() == f"{run_folder} {run_folder / 'checkpoints' / 'step-1'} \n"
+    assert one.failures == 0
 
 
 def test_only_the_main_process_runs_it(tmp_path, monkeypatch, slow):
