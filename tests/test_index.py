@@ -516,12 +516,19 @@ def test_tokens_beyond_the_vocabulary_are_found_at_the_start(tmp_path):
     assert "the training data has the token id 384, the model's vocabulary is 0 to 383" in done.output
 
 
-@pytest.mark.parametrize("what", ["ids", "labels"])
-def test_compressed_tokens_are_refused(tmp_path, what):
+@pytest.mark.parametrize("at", [0, 15, 29])
+def test_the_range_of_the_tokens_is_that_of_all_batches(tmp_path, at):
+    """Of ids, and of labels that are targets: that of a first token is none."""
+    documents = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]} for _ in range(30)]
+    documents[at] = {"input_ids": [5, -2, 7, 900], "labels": [-9, -3, 1000, -100]}
+    data, _ = load_data(config_of(save(tmp_path / "documents", documents)), None, seed=0)
+    assert [data.index[name] for name in ("lowest_id", "lowest_label", "highest")] == [-2, -3, 1000]
+    assert data.index["unlike"] == 2
+
+
+def test_compressed_tokens_are_refused(tmp_path):
     """Their place in the file is not that of the tokens. datasets itself never writes such files."""
-    ids = np.random.default_rng(0).integers(2**31, size=1000).tolist()  # Which stay as they are: they are random.
-    documents = documents_of(1) if what == "ids" else [{"input_ids": ids, "labels": [-100] * 999 + [5]}]
-    folder = save(tmp_path / "documents", documents, shards=1)
+    folder = save(tmp_path / "documents", documents_of(1))
     for file in folder.glob("*.arrow"):
         table = pa.ipc.open_stream(file.read_bytes()).read_all()
         with pa.ipc.new_stream(str(file), table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
