@@ -224,6 +224,19 @@ def test_nulls_are_left_out(tmp_path, capsys, name, content):
 
 
 @pytest.mark.parametrize(
+    "format, rows",
+    [
+        ("text", [{"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "c"}, {"prompt": "d"}]),
+        ("tokens", [{"input_ids": [1, 2], "labels": [1, 2]}, {"labels": [3, 4]}, {"input_ids": [5, 6]}]),
+    ],
+)
+def test_documents_of_which_a_part_is_null_are_left_out(tmp_path, format, rows):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_documents(Data(files=str(tmp_path / "a.jsonl"), format=format, drop_nulls=True))
+    assert list(found) == rows[:1]
+
+
+@pytest.mark.parametrize(
     "name, content, texts",
     [
         ("a.csv", "text,n\nNone,1\nNA,2\nnull,3\n", ["None", "NA", "null"]),

@@ -20,7 +20,7 @@ from samerun.model.build import make_model, number_of_experts, outlined_model
 from samerun.model.checks import check_model
 from samerun.model.outline import bare
 from samerun.model.small import fewer_experts, model_to_try
-from samerun.model.weight_files import Weight
+from samerun.model.weight_files import Weight, WeightFiles
 from samerun.model.weights import FirstWeights, drawn, units
 
 FAMILIES = {
@@ -288,7 +288,7 @@ def test_a_rank_reads_what_it_keeps(tmp_path, first, case):
 
 def test_files_of_several_layers_each(tmp_path):
     """Also a buffer that is saved, and experts of which each has matrices of its own in the files."""
-    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    more = {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     more |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     found = transformers.AutoConfig.for_model("deepseek_v3", **SHAPE | more | {"num_key_value_heads": 4})
     made = transformers.AutoModelForCausalLM.from_config(found)
@@ -297,8 +297,27 @@ def test_files_of_several_layers_each(tmp_path):
             buffer.copy_(torch.rand_like(buffer))
     made.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    ours = make_model(Model(pretrained=str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path), 0, seed=3)
+    config, found = Model(pretrained=str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path)
+    ours = make_model(config, found, 0, seed=3)
     assert difference(ours.state_dict(), made.state_dict()) == 0
+    merged = [file for files in WeightFiles(bare(config, found), config).sources({1}) for file in files.values()]
+    stacks = [names for file in merged for names in file.stacks.values()]  # Of which a rank may read some, by number.
+    assert len(stacks) == 3
+    assert all([int(re.search(r"experts\.(\d+)", one)[1]) for one in names] == [*range(12)] for names in stacks)
+
+
+def test_rows_that_a_model_lacks_are_drawn_by_the_seed(tmp_path):
+    """Alike on each rank, and around those that the model has."""
+    config = Model(pretrained=str(pretrained_model(tmp_path, "llama")))
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
+    size, made = found.vocab_size, []
+    for chance in 1, 2:
+        torch.manual_seed(chance)
+        made.append(make_model(config, found, size + 64, seed=3).state_dict())
+    assert difference(*made) == 0
+    rows = made[0]["model.embed_tokens.weight"]
+    assert torch.equal(rows[:size], load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
+    assert len({row.sum().item() for row in rows[size:]}) > 1
 
 
 def test_files_that_cannot_be_read_in_part(tmp_path, capsys):
