@@ -334,6 +334,14 @@ def test_a_token_for_what_is_not_known_may_stand_for_any_text():
     assert found[0].isnan() and found[1:].isfinite().all()
 
 
+def test_an_end_of_text_that_is_also_what_is_not_known_has_no_bytes(tmp_path):
+    """As GPT-2 has it, which knows every byte."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_level(tmp_path), unk_token="</s>")
+    found = measure_tokens(Data(path="any"), tokenizer, len(tokenizer), torch.device("cpu")).inside
+    assert tokenizer.unk_token_id == tokenizer.eos_token_id and found[tokenizer.eos_token_id] == 0
+    assert found.isfinite().all()
+
+
 def test_there_are_none_without_a_tokenizer(tmp_path):
     config = tiny_config(tmp_path)
     config["run"]["max_steps"] = 2
@@ -346,7 +354,7 @@ def test_there_are_none_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize("prefix", ["first", "always", "legacy"])
 def test_a_chat_counts_what_the_assistant_says(tmp_path, prefix):
     """The template writes the special tokens, and some tokenizers put a space behind each, which nobody has said."""
-    said = ["It is what it is.", "naïve 🙂", "x"]
+    said = ["It is what it is.", "naïve 🙂", "x"] + [" so"] * (prefix == "first")  # Others cannot tell that space.
     template = (
         "{% for m in messages %}{{ m.role }}{% generation %}<s>{{ m.content }}</s>{% endgeneration %}{% endfor %}"
     )
@@ -357,7 +365,7 @@ def test_a_chat_counts_what_the_assistant_says(tmp_path, prefix):
     config = tiny_config(tmp_path)
     config["run"]["max_steps"] = 1
     config["optim"]["warmup_steps"] = 0
-    config["batch"]["global_batch_size"] = 3
+    config["batch"]["global_batch_size"] = len(said)
     config["data"] = source | {"eval_source": source, "packing": "none", "sequence_length": 64, "format": "chat"}
     config["data"]["tokenizer"] = str(sentencepiece(tmp_path / "tokenizer", prefix))
     config["data"]["chat_template"] = str(tmp_path / "template.jinja")
