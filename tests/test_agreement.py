@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 import train
 from samerun.run import checkpoint
 from samerun.run.agreement import checksums_of_code, differences
-from samerun.run.replicas import checksum_of_bits
+from samerun.run.replicas import checksum_of_bits, sample_of_weights
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +315,20 @@ def test_checksum_of_more_than_one_part():
     other[-1] += 1
     swapped[[0, 2**18]] = numbers[[2**18, 0]]
     assert len({int(checksum_of_bits(one)) for one in (numbers, other, swapped)}) == 3
+
+
+def test_the_sample_is_of_each_weight():
+    """Or of each that is frozen."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    whole, frozen, changes = sample_of_weights(model), sample_of_weights(model, frozen=True), []
+    for weight in model.parameters():
+        before = weight.data
+        weight.data = before + 1
+        changes.append((sample_of_weights(model) != whole, sample_of_weights(model, frozen=True) != frozen))
+        weight.data = before
+    assert changes == [(True, True)] * 2 + [(True, False)] * 2
 
 
 FLIPS = """

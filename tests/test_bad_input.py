@@ -478,6 +478,12 @@ case(
     "the columns are body, and before they were text",
     make=files('{"text": "a"}', '{"text": "b"}', '{"body": "c"}', '{"text": "d"}'),
 )
+case(
+    "the last file of other columns",
+    {"data.files": "TMP/many/*.jsonl"},
+    "0.jsonl together with TMP/many/3.jsonl",
+    make=files('{"text": "a"}', '{"text": "b"}', '{"text": "c"}', '{"body": "d"}'),
+)
 case("chat for text", ROWS, "data.column", "'text'", "data.format chat", make=jsonl({"text": [USER]}))
 case("numbers for text", ROWS, "data", "'text'", "text", make=jsonl({"text": 1}, {"text": 2}))
 case(

@@ -320,6 +320,14 @@ def test_what_is_no_text_is_not_learned(tmp_path, other):
         load_documents(config)
 
 
+def test_a_text_that_is_not_utf_8_in_a_saved_data_set(tmp_path):
+    """As datasets takes one from a .jsonl of the Hub."""
+    texts = pa.array([b"a", "Müll".encode("latin-1")], pa.binary()).view(pa.string())
+    datasets.Dataset(pa.table({"text": texts})).save_to_disk(tmp_path / "rows")
+    with pytest.raises(UserError, match="'text', in the part from row 0 on, counted from 0: .*UTF8"):
+        load_documents(Data(path=str(tmp_path / "rows")))
+
+
 def test_files_of_many_columns_are_read_twice_at_most(tmp_path, monkeypatch):
     files = [tmp_path / f"{number:02}.jsonl" for number in range(12)]
     for number, file in enumerate(files):

@@ -306,18 +306,21 @@ def test_files_of_several_layers_each(tmp_path):
     assert all([int(re.search(r"experts\.(\d+)", one)[1]) for one in names] == [*range(12)] for names in stacks)
 
 
-def test_rows_that_a_model_lacks_are_drawn_by_the_seed(tmp_path):
-    """Alike on each rank, and around those that the model has."""
-    config = Model(pretrained=str(pretrained_model(tmp_path, "llama")))
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_rows_that_a_model_lacks_are_drawn_by_the_seed(tmp_path, name):
+    """Alike on each rank, around the mean of those that the model has."""
+    config = Model(pretrained=str(pretrained_model(tmp_path, name)))
     found = transformers.AutoConfig.from_pretrained(tmp_path)
     size, made = found.vocab_size, []
     for chance in 1, 2:
         torch.manual_seed(chance)
         made.append(make_model(config, found, size + 64, seed=3).state_dict())
     assert difference(*made) == 0
-    rows = made[0]["model.embed_tokens.weight"]
-    assert torch.equal(rows[:size], load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
-    assert len({row.sum().item() for row in rows[size:]}) > 1
+    kept = load_file(tmp_path / "model.safetensors")
+    for layer in "model.embed_tokens.weight", "lm_head.weight":
+        rows, before = made[0][layer], kept.get(layer, kept["model.embed_tokens.weight"])
+        assert torch.equal(rows[:size], before) and len({row.sum().item() for row in rows[size:]}) > 1
+        assert (rows[size:] - before.mean(0)).abs().max() < 1e-3
 
 
 def test_files_that_cannot_be_read_in_part(tmp_path, capsys):
