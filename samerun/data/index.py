@@ -301,8 +301,7 @@ def make_index(
         documents = other if held_out else kept
     documents = tokenize(documents, config, tokenizer, tokens)
     if others is not None:
-        leave_out = config.eval_fraction and not held_out
-        documents = compare_documents(documents, others, leave_out, folder, notes.append)
+        documents = compare_documents(documents, others, config.eval_fraction > 0, folder, notes.append)
     index = write_index(documents, token_files, config.packing, config.sequence_length, folder)
     rows = Dataset(folder, index, seed)
     note_rows_without_target(rows, notes.append)
