@@ -366,6 +366,7 @@ case(
 )
 case("empty file", {"data.files": "TMP/empty.txt"}, "TMP/empty.txt: it is empty", make=file("empty.txt"))
 case("empty table", ROWS, "data: cannot load TMP/rows.jsonl: it is empty", make=jsonl())
+case("empty list", {"data.files": "TMP/a.json"}, "TMP/a.json: ", "it has no rows", make=file("a.json", b"[]"))
 case(
     "broken jsonl",
     ROWS,
@@ -783,6 +784,12 @@ case(
     "0.5 of 1 documents",
     "data.eval_source",
     make=jsonl({"text": "a" * 500}),
+)
+case(
+    "one document, twice",
+    ROWS | {"data.eval_fraction": 0.5},
+    "data.eval_fraction: all documents are the same as some that are held out",
+    make=jsonl(*[{"text": "a" * 500}] * 2),
 )
 
 # Tokenizers and models -----------------------------------------------------------------------------------------------
