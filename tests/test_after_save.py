@@ -92,6 +92,15 @@ def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
     assert (tmp_path / "other").exists()
 
 
+def test_what_is_noted_meanwhile_is_not_done_yet(tmp_path):
+    one = AfterSave(f'echo "{{}} " > "$CHECKPOINT/manifest.json"; echo done >> {tmp_path / "log"}')
+    checkpoint = checkpoint_of(tmp_path, "step-1")
+    for _ in range(3):  # The second time, nothing changes.
+        one.make_up_for(checkpoint)
+        one.finish()
+    assert (tmp_path / "log").read_text() == "done\n" * 2
+
+
 def test_a_command_that_is_killed_has_failed(tmp_path):
     one = AfterSave("kill -9 $$")
     one.begin(checkpoint_of(tmp_path, "step-1"))
