@@ -496,7 +496,10 @@ WORDS = {
         "test_other_data_in_the_same_place",
         "test_tokens_that_are_gone_from_the_cache_are_made_again",
         "test_a_file_in_place_of_an_index",
+        "test_each_split_has_an_index_of_its_own",
         "test_each_token_and_target_counts",
+        "test_documents_that_are_not_noted_as_complete_are_made_anew",
+        "test_the_range_of_the_tokens_is_that_of_all_batches",
         "test_labels_that_are_shifted_already",
         "test_which_checkpoint",
         "test_zeros_in_the_middle_of_large_tokens",
@@ -506,7 +509,7 @@ WORDS = {
     "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],
     "tensor parallelism": ["tensor_parallel", "tp_size", "TP_SIZE"],
     "DeepSpeed": ["deepspeed", "DeepSpeed"],
-    "chat": ["chat"],
+    "chat": ["chat", "test_a_tokenizer_without_special_tokens_reads_messages"],
 }
 
 
