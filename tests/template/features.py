@@ -496,7 +496,12 @@ WORDS = {
         "test_other_data_in_the_same_place",
         "test_tokens_that_are_gone_from_the_cache_are_made_again",
         "test_a_file_in_place_of_an_index",
+        "test_a_damaged_index_is_made_anew",
+        "test_a_split_named_twice",
+        "test_documents_that_are_some_of_the_rows_of_their_file",
+        "test_each_setting_of_chats_and_of_tokens_has_an_index_of_its_own",
         "test_each_split_has_an_index_of_its_own",
+        "test_rows",
         "test_each_token_and_target_counts",
         "test_documents_that_are_not_noted_as_complete_are_made_anew",
         "test_the_range_of_the_tokens_is_that_of_all_batches",
@@ -509,7 +514,13 @@ WORDS = {
     "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],
     "tensor parallelism": ["tensor_parallel", "tp_size", "TP_SIZE"],
     "DeepSpeed": ["deepspeed", "DeepSpeed"],
-    "chat": ["chat", "test_a_tokenizer_without_special_tokens_reads_messages"],
+    "chat": [
+        "chat",
+        "test_a_tokenizer_without_special_tokens_reads_messages",
+        "test_of_special_tokens_that_begin_alike_the_longer_one_is_written",
+        "test_other_texts_have_the_tokens_of_the_tokenizer",
+        "test_ways_to_make_special_tokens_of_text",
+    ],
 }
 
 
