@@ -361,7 +361,7 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
         model = model_without_storage(settings, experts_divided(found, layout.ep), layers)
         found = experts_divided(found, layout.ep, computes=True)
     if launch.is_sharded:
-        memory["weights"] += gathered_weights(settings, model, launch, part.absent)
+        memory["weights"] += gathered_weights(model, launch, part.absent)
     if launch.defers:
         memory["gradients"] = 4 * (numbers_in(model, only_trained=True) - part.absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
@@ -392,13 +392,13 @@ def memory_of_passes(
     return saved, most
 
 
-def gathered_weights(config: Model, model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
+def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
     """FSDP2 computes with one layer, gathers the next one, and reduces the gradients of the last one in float32.
 
     This rank has none of the `absent` weights.
     """
     size = 2 if launch.precision == "bf16" else 4
-    rounded = in_4bit(model) if config.load_in_4bit else set()
+    rounded = in_4bit(model) if launch.config.model.load_in_4bit else set()
 
     def bytes_in(module: torch.nn.Module) -> float:
         return sum(one.numel() * (0.5 if one in rounded else size) for one in module.parameters())
@@ -407,8 +407,7 @@ def gathered_weights(config: Model, model: torch.nn.Module, launch: PlannedLaunc
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
     sizes = [bytes_in(module) for module in layers]
     others = bytes_in(model) - size * absent - sum(sizes)
-    # DeepSeek's first layers have no experts, and are of another size.
-    largest = max(sizes)
+    largest = max(sizes)  # DeepSeek's first layers have no experts, and are of another size.
     reduced = (size + 4) * max(numbers_in(module, only_trained=True) for module in layers)
     keeps_all = launch.config.batch.accumulation == "kept_weights" or not launch.plugin.reshard_after_forward
     return others + (sum(sizes) if keeps_all else 2 * largest) + reduced

@@ -26,7 +26,6 @@ def lora(house: House) -> None:
     house.drop_setting("model.load_in_4bit", False)
     house.reword("(0.5 if one in rounded else size)", "size")
     house.drop_statements("gathered_weights", "rounded")
-    house.drop_parameter("gathered_weights", "config")
     house.drop_parameter("bytes_of_weights", "config")
     house.drop_setting("model.dtype", "float32")  # Frozen weights only may be in bfloat16.
     house.drop_parameter("flops_per_token", "lora", None)
