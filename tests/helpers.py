@@ -32,6 +32,8 @@ import yaml
 from safetensors.torch import load_file
 
 import train
+from samerun.config import Data
+from samerun.data.load import Dataset, load_data
 from samerun.model import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,6 +280,16 @@ def write_rows(folder: Path, rows: list[dict]) -> Path:
     """Save rows as a dataset that data.path takes."""
     datasets.Dataset.from_list(rows).save_to_disk(folder)
     return folder
+
+
+def rows_by_use(config: Data, tokenizer=None, seed: int = 0) -> dict[str, Dataset]:
+    """The rows to train on as "train", and those of each evaluation by its name."""
+    data, held_out = load_data(config, tokenizer, seed)
+    return {"train": data} | held_out
+
+
+def training_rows(config: Data, tokenizer=None, seed: int = 0) -> Dataset:
+    return rows_by_use(config, tokenizer, seed)["train"]
 
 
 def slow_but(*fast: str, of: list[str]) -> list:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import transformers
-from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
+from helpers import ROOT, launch, make_rows, rows_by_use, run, tiny_config, training_rows, write_rows
 from reference import shuffled
 
 from samerun import files
@@ -99,7 +99,7 @@ def test_rows(tmp_path, packing, masked):
     positions = [position for row in expected for _, _, position in row]
     pieces = np.diff([at for at, position in enumerate(positions) if position == 0] + [len(positions)])
     for _ in range(2):
-        data, _ = load_data(config, None, seed=3)
+        data = training_rows(config, seed=3)
         assert read_all(data) == expected
         lengths, targets = data.sizes(np.arange(len(data)))
         assert lengths.tolist() == [len(row) for row in expected] and data.tokens == sum(lengths)
@@ -115,7 +115,7 @@ def test_a_split_named_twice(tmp_path, packing):
         rows = "".join(json.dumps({"input_ids": [number] * length}) + "\n" for length in (2, 7, 4))
         (tmp_path / f"{split}.jsonl").write_text(rows)
     before = sorted(tmp_path.iterdir())
-    data, _ = load_data(config_of(tmp_path, split="test+train+test", packing=packing), None, seed=0)
+    data = training_rows(config_of(tmp_path, split="test+train+test", packing=packing))
     found = sorted(token for row in read_all(data) for token, _, _ in row)
     assert found == [3] * 13 + [5] * 26 and sorted(tmp_path.iterdir()) == before
 
@@ -124,7 +124,7 @@ def test_a_split_named_twice(tmp_path, packing):
 def test_documents_that_are_some_of_the_rows_of_their_file(tmp_path, settings, first):
     rows = [[5, 6], None, [7, 8, 9], [10, 11]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    data, _ = load_data(config_of(tmp_path, packing="none", **settings), None, seed=0)
+    data = training_rows(config_of(tmp_path, packing="none", **settings))
     assert [data.read(row)[0].tolist() for row in range(len(data))] == [row for row in rows[first:] if row]
 
 
@@ -147,16 +147,10 @@ def sources(tmp_path):
     }
 
 
-def parts_of(loaded: tuple) -> list[Dataset]:
-    """What is trained on, and what is held out if there is any."""
-    data, held_out = loaded
-    return [data, *held_out.values()]
-
-
 @pytest.mark.parametrize("kind", ["saved", "held out", "texts", "packed", "part"])
 def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
     tokenizer = transformers.ByT5Tokenizer()
-    first = parts_of(load_data(sources[kind], tokenizer, seed=0))
+    first = list(rows_by_use(sources[kind], tokenizer).values())
     told = capsys.readouterr().out
     if kind == "part":
         assert sorted(row[0][0] for row in read_all(first[0])) == [5, 6, 7, 8]
@@ -165,7 +159,7 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
         raise AssertionError("the data is opened")
 
     monkeypatch.setattr(datasets.Dataset, "__init__", fail)
-    second = parts_of(load_data(sources[kind], tokenizer, seed=0))
+    second = list(rows_by_use(sources[kind], tokenizer).values())
     for before, now in zip(first, second, strict=True):
         assert read_all(now) == read_all(before) and now.fingerprint() == before.fingerprint()
         for numbers in now.edges, now.extents:  # They are of mapped files, and not copied.
@@ -181,7 +175,7 @@ def test_a_second_start_opens_no_data(sources, monkeypatch, capsys, kind):
 def test_a_damaged_index_is_made_anew(tmp_path, harm):
     documents = documents_of(2, masked=0.3)
     config = config_of(save(tmp_path / "documents", documents), packing="concat")
-    data, _ = load_data(config, None, seed=0)
+    data = training_rows(config)
     folder = data.folder
     if harm == "no index.json":  # As if the machine had stopped before the end.
         (folder / "index.json").unlink()
@@ -192,7 +186,7 @@ def test_a_damaged_index_is_made_anew(tmp_path, harm):
         (folder / "index.json").write_text((folder / "index.json").read_text()[:-30])
     else:
         (folder / "first.bin").unlink()
-    data, _ = load_data(config, None, seed=0)
+    data = training_rows(config)
     assert read_all(data) == rows_of(documents, "concat") and data.folder == folder
 
 
@@ -202,11 +196,11 @@ def test_other_data_in_the_same_place(tmp_path):
     for seed in 1, 2:
         documents = documents_of(seed)
         shutil.rmtree(folder, ignore_errors=True)
-        data, _ = load_data(config_of(save(folder, documents)), None, seed=0)
+        data = training_rows(config_of(save(folder, documents)))
         assert read_all(data) == rows_of(documents, "none")
     for file in folder.glob("*.arrow"):
         file.write_bytes(file.read_bytes())  # The same tokens, written at another time: another index of the same rows.
-    other, _ = load_data(config_of(folder), None, seed=0)
+    other = training_rows(config_of(folder))
     assert other.folder != data.folder and other.fingerprint() == data.fingerprint()
 
 
@@ -220,7 +214,7 @@ def test_each_token_and_target_counts(tmp_path):
             if change:
                 column, place, value = change
                 rows[at][column][place] = value
-            data, _ = load_data(config_of(save(tmp_path / f"{number}-{at}", rows)), None, seed=0)
+            data = training_rows(config_of(save(tmp_path / f"{number}-{at}", rows)))
             known.add(data.fingerprint())
     assert len(known) == 1 + 3 + 3  # The label of a first token is no target.
 
@@ -229,7 +223,7 @@ def test_labels_that_are_shifted_already(tmp_path):
     """They look like others, and would train each token to be followed by the one after the next."""
     for shift, is_told in (0, False), (1, True):
         rows = [{"input_ids": [10, 11, 12, 13], "labels": [*[10, 11, 12, 13][shift:], *[-100] * shift]}] * 3
-        data, _ = load_data(config_of(save(tmp_path / f"{shift}", rows)), None, seed=0)
+        data = training_rows(config_of(save(tmp_path / f"{shift}", rows)))
         told = [note for note in data.index["notes"] if note.startswith("labels that are another token ")]
         assert bool(told) == is_told and all("their place: 6; " in note for note in told)
 
@@ -244,19 +238,19 @@ def test_an_index_on_a_full_disk():
 
 def test_a_file_in_place_of_an_index(tmp_path):
     config = config_of(save(tmp_path / "documents", documents_of(1)))
-    data, _ = load_data(config, None, seed=0)
+    data = training_rows(config)
     shutil.rmtree(data.folder)
     data.folder.write_text("mine")
-    assert len(load_data(config, None, seed=0)[0]) == len(data)
+    assert len(training_rows(config)) == len(data)
 
 
 def test_tokens_that_are_gone_from_the_cache_are_made_again(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 10)
     config, tokenizer = Data(files=str(tmp_path / "a.txt"), sequence_length=LENGTH), transformers.ByT5Tokenizer()
-    before, _ = load_data(config, tokenizer, seed=0)
+    before = training_rows(config, tokenizer)
     for file, _ in before.index["token_files"]:
         Path(file).unlink()
-    now, _ = load_data(config, tokenizer, seed=0)
+    now = training_rows(config, tokenizer)
     assert read_all(now) == read_all(before)
 
 
@@ -269,10 +263,10 @@ def test_each_setting_has_an_index_of_its_own(tmp_path):
     more += [{"drop_nulls": True}, {"parse_special_tokens": True}]
     longer = transformers.ByT5Tokenizer()
     longer.add_tokens(["words"])
-    loaded = [load_data(Data(**(base | change)), tokenizer, 0) for change in [{}, *more]]
-    loaded += [load_data(Data(**base), longer, 0), load_data(Data(**base, packing="none"), tokenizer, 0)]
-    loaded += [load_data(Data(**(base | {"eval_fraction": 0.3})), tokenizer, 1)]
-    folders = [part.folder for one in loaded for part in parts_of(one)]
+    loaded = [rows_by_use(Data(**(base | change)), tokenizer) for change in [{}, *more]]
+    loaded += [rows_by_use(Data(**base), longer), rows_by_use(Data(**base, packing="none"), tokenizer)]
+    loaded += [rows_by_use(Data(**(base | {"eval_fraction": 0.3})), tokenizer, seed=1)]
+    folders = [part.folder for one in loaded for part in one.values()]
     assert len(set(folders)) == len(folders) == 11
 
 
@@ -286,7 +280,7 @@ def test_each_split_has_an_index_of_its_own(tmp_path, kind):
         saved = {split: datasets.Dataset.from_dict({"input_ids": [row]}) for split, row in splits.items()}
         datasets.DatasetDict(saved).save_to_disk(tmp_path)
     for split, row in splits.items():
-        data, _ = load_data(config_of(tmp_path, split=split), None, seed=0)
+        data = training_rows(config_of(tmp_path, split=split))
         assert data.read(0)[0].tolist() == row
 
 
@@ -304,7 +298,7 @@ def test_each_setting_of_chats_and_of_tokens_has_an_index_of_its_own(tmp_path):
     configs = [Data(**of_pairs, sequence_length=LENGTH, **change) for change in changes]
     tokenizer = load_tokenizer(configs[1], Model())
     configs += [Data(**of_tokens, token_dtype=dtype) for dtype in ("uint16", "uint32")]
-    folders = [load_data(config, tokenizer, 0)[0].folder for config in configs]
+    folders = [training_rows(config, tokenizer).folder for config in configs]
     assert len(set(folders)) == 5
 
 
@@ -342,7 +336,7 @@ def test_other_content_of_the_same_size_and_time(tmp_path, kind):
     seen = []
     file.write_bytes(words[0])
     for _ in range(2):
-        rows, _ = load_data(config, None if kind == "save_to_disk" else transformers.ByT5Tokenizer(), 0)
+        rows = training_rows(config, None if kind == "save_to_disk" else transformers.ByT5Tokenizer())
         seen.append(int(rows.read(0)[0, 0]))
         replace(file, words[1])
     assert seen == ([3, 4] if kind == "save_to_disk" else [3 + ord("a"), 3 + ord("b")])
@@ -358,7 +352,7 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(documents)}\n" * 200)
     config = Data(files=str(tmp_path / "a.jsonl"), format=format, tokenizer="bytes", sequence_length=LENGTH)
     tokenizer = transformers.ByT5Tokenizer() if format == "text" else None
-    before = read_all(load_data(config, tokenizer, 0)[0])
+    before = read_all(training_rows(config, tokenizer))
     kept = "train-tokens" if format == "text" else "train-documents"
     patterns = {"the tokens": [f"{kept}/**/*.arrow"], "all": ["**/*.arrow", "**/*.bin", "**/*.json"]}.get(what, [what])
     damaged = [file for pattern in patterns for file in (tmp_path / "cache").glob(pattern)]
@@ -366,11 +360,11 @@ def test_zeros_after_a_power_loss(tmp_path, monkeypatch, capsys, format, what):
     for file in damaged:
         replace(file, bytes(file.stat().st_size))
     capsys.readouterr()
-    assert read_all(load_data(config, tokenizer, 0)[0]) == before
+    assert read_all(training_rows(config, tokenizer)) == before
     said = capsys.readouterr().out
     assert "made anew" in said and str(tmp_path / "cache") in said
     assert "dataset_info.json" not in said  # The folder that it is in is told.
-    assert read_all(load_data(config, tokenizer, 0)[0]) == before and not capsys.readouterr().out
+    assert read_all(training_rows(config, tokenizer)) == before and not capsys.readouterr().out
 
 
 def test_documents_that_are_not_noted_as_complete_are_made_anew(tmp_path, monkeypatch):
@@ -378,12 +372,12 @@ def test_documents_that_are_not_noted_as_complete_are_made_anew(tmp_path, monkey
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
     config = Data(files=str(tmp_path / "a.jsonl"), format="tokens", sequence_length=LENGTH)
-    before = read_all(load_data(config, None, 0)[0])
+    before = read_all(training_rows(config))
     for note in [*(tmp_path / "cache").rglob("train-complete.json"), *(tmp_path / "cache").rglob("index.json")]:
         note.unlink()
     for file in (tmp_path / "cache").rglob("*.arrow"):
         replace(file, bytes(file.stat().st_size))
-    assert read_all(load_data(config, None, 0)[0]) == before
+    assert read_all(training_rows(config)) == before
 
 
 def test_zeros_in_the_middle_of_large_tokens(tmp_path, monkeypatch):
@@ -391,13 +385,13 @@ def test_zeros_in_the_middle_of_large_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': 'some words and more' * 20})}\n" * 1000)
     config, tokenizer = Data(files=str(tmp_path / "a.jsonl"), sequence_length=512), transformers.ByT5Tokenizer()
-    before = read_all(load_data(config, tokenizer, 0)[0])
+    before = read_all(training_rows(config, tokenizer))
     tokens = min((tmp_path / "cache").glob("train-tokens/**/*.arrow"))
     middle = (tokens.stat().st_size - files.SAMPLE) * 3 // 7 + files.SAMPLE
     content = tokens.read_bytes()
     tokens.write_bytes(content[:middle] + bytes(files.SAMPLE) + content[middle + files.SAMPLE :])
     assert content != tokens.read_bytes()
-    assert read_all(load_data(config, tokenizer, 0)[0]) == before
+    assert read_all(training_rows(config, tokenizer)) == before
 
 
 def test_what_is_noted_as_complete_is_on_the_disk(tmp_path, monkeypatch):
@@ -425,7 +419,7 @@ def test_rows_keep_no_file_open(tmp_path):
     folder = save(tmp_path / "documents", documents_of(1))
     load_data(config_of(folder), None, seed=0)
     before = len(os.listdir("/proc/self/fd"))
-    rows, _ = load_data(config_of(folder), None, seed=0)
+    rows = training_rows(config_of(folder))
     assert len(os.listdir("/proc/self/fd")) == before and len(rows.read(0))
 
 
@@ -521,7 +515,7 @@ def test_the_range_of_the_tokens_is_that_of_all_batches(tmp_path, at):
     """Of ids, and of labels that are targets: that of a first token is none."""
     documents = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]} for _ in range(30)]
     documents[at] = {"input_ids": [5, -2, 7, 900], "labels": [-9, -3, 1000, -100]}
-    data, _ = load_data(config_of(save(tmp_path / "documents", documents)), None, seed=0)
+    data = training_rows(config_of(save(tmp_path / "documents", documents)))
     assert [data.index[name] for name in ("lowest_id", "lowest_label", "highest")] == [-2, -3, 1000]
     assert data.index["unlike"] == 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, Done, difference, launch, loss_of_run, make_rows, run, tiny_config, write_rows
+from helpers import ROOT, Done, difference, launch, loss_of_run, make_rows, run, tiny_config, training_rows, write_rows
 from reference import shuffled, summed_loss, train_reference
 from test_models import HostReads
 
@@ -57,7 +57,7 @@ def rows_read(data, start: int, count: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_the_stream(folder, seed):
     """From any position on; in each block the exact shares; and each source goes on as if it were alone."""
-    data, _ = load_data(config_of(folder), None, seed)
+    data = training_rows(config_of(folder), seed=seed)
     stream = rows_read(data, 0, 400)
     assert stream == mixed(seed, 400, COUNTS, SIZES)
     for start, count in (0, 1), (9, 1), (9, 2), (10, 10), (13, 57), (395, 5):
@@ -78,8 +78,8 @@ def test_the_stream(folder, seed):
 
 
 def test_a_source_does_not_notice_the_others(folder):
-    some, _ = load_data(config_of(folder, ["web", "math"]), None, 3)
-    all, _ = load_data(config_of(folder), None, 3)
+    some = training_rows(config_of(folder, ["web", "math"]), seed=3)
+    all = training_rows(config_of(folder), seed=3)
     for name in "web", "math":
         one, other = ([row for source, row in rows_read(data, 0, 70) if source == name] for data in (some, all))
         shared = min(len(one), len(other))
@@ -87,9 +87,9 @@ def test_a_source_does_not_notice_the_others(folder):
 
 
 def test_a_single_source_is_the_short_form(folder):
-    mixture, _ = load_data(config_of(folder, ["code"]), None, 5)
+    mixture = training_rows(config_of(folder, ["code"]), seed=5)
     alone = Data(path=str(folder / "code"), format="tokens", packing="none", sequence_length=8)
-    alone, _ = load_data(alone, None, 5)
+    alone = training_rows(alone, seed=5)
     assert isinstance(alone, Dataset)
     assert mixture.rows_at(17, 300).tolist() == alone.rows_at(17, 300).tolist()
     assert all((mixture.read(row) == alone.read(row)).all() for row in range(23))
@@ -135,7 +135,7 @@ def test_formats_and_columns_of_their_own(tmp_path):
         "b": {"files": str(tmp_path / "b.jsonl"), "weight": 1, "column": "body"},
     }
     data = Data(sources=sources, packing="none", sequence_length=8)
-    data, _ = load_data(data, transformers.ByT5Tokenizer(), 0)
+    data = training_rows(data, transformers.ByT5Tokenizer())
     texts = [bytes(token - 3 for token in data.read(row)[0, :-1].tolist()).decode() for row in data.rows_at(0, 8)]
     assert sorted(texts) == ["abc"] * 4 + ["xy"] * 4
 
@@ -406,7 +406,7 @@ def test_a_token_of_one_source_that_no_vocabulary_has(tmp_path, bad, column, tok
         if name == bad:
             rows[1][column][1] = token
         write_rows(tmp_path / name, rows)
-    data, _ = load_data(config_of(tmp_path, ("web", "math")), None, seed=0)
+    data = training_rows(config_of(tmp_path, ("web", "math")))
     with pytest.raises(UserError, match=told.format(column)):
         check_token_ids(data, 384, "the data")
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import difference, launch, make_rows, run, tiny_config, write_rows
+from helpers import difference, launch, make_rows, run, tiny_config, training_rows, write_rows
 
 from samerun.config import Data
-from samerun.data.load import load_data
 from samerun.data.rows import Dataset
 
 LENGTH = 24
@@ -22,7 +21,7 @@ def packed(folder: Path, lengths: list[int]) -> tuple[Dataset, list[list[int]]]:
     documents = [list(range(start, start + length)) for start, length in zip(starts, lengths)]
     path = str(write_rows(folder / "documents", [{"input_ids": document} for document in documents]))
     config = Data(path=path, format="tokens", packing="best_fit", sequence_length=LENGTH)
-    return load_data(config, None, 0)[0], documents
+    return training_rows(config), documents
 
 
 def pieces(data: Dataset, row: int) -> list[list[int]]:
@@ -47,7 +46,7 @@ def test_the_folder_of_the_data_stays_as_it_is(tmp_path):
     folder = write_rows(tmp_path / "rows", make_rows([3, 4, 5]))
     before = sorted(folder.iterdir())
     config = Data(path=str(folder), format="tokens", packing="best_fit", sequence_length=LENGTH)
-    data, _ = load_data(config, None, seed=0)
+    data = training_rows(config)
     assert data.tokens == 12 and sorted(folder.iterdir()) == before
 
 
@@ -72,15 +71,13 @@ def test_the_run_is_that_of_the_documents_apart(tmp_path, processes):
     """Each step is the whole data, once as documents padded and once as packed rows: the same targets, the same run."""
     config = tiny_config(tmp_path)
     documents = make_rows(np.random.default_rng(3).integers(2, LENGTH + 1, 23).tolist(), seed=4, masked=0.3)
-    data, _ = load_data(
+    data = training_rows(
         Data(
             path=str(write_rows(tmp_path / "documents", documents)),
             format="tokens",
             packing="best_fit",
             sequence_length=LENGTH,
-        ),
-        None,
-        0,
+        )
     )
     assert len(data) < 16
     config["run"]["max_steps"] = 5

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import transformers
 from fake_hub import FakeHub
-from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, write_config
+from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, training_rows, write_config
 from test_finetune import byte_tokenizer
 
 import train
@@ -57,7 +57,7 @@ def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
     config = Data(**source_of(tmp_path, [{"text": text} for text in written]), packing="none", sequence_length=64)
     monkeypatch.setattr("samerun.data.tokenize.PART", 3000)
     monkeypatch.setattr("samerun.data.tokenize.LINE_SECONDS", 0)
-    data, _ = load_data(config, transformers.ByT5Tokenizer(), 0)
+    data = training_rows(config, transformers.ByT5Tokenizer())
     assert [data.read(row)[0].tolist() for row in range(300)] == list(map(tokens_of, written))
     lines = re.findall("^Token.*", capsys.readouterr().out, re.M)
     parts = sorted(cache.glob("train-tokens/*/*.arrow"))
@@ -70,7 +70,7 @@ def test_parts_are_those_of_the_whole(tmp_path, cache, monkeypatch, capsys):
 
     made = files_in(cache)
     packed = config.model_copy(update={"packing": "concat", "sequence_length": 16})
-    data, _ = load_data(packed, transformers.ByT5Tokenizer(), 0)
+    data = training_rows(packed, transformers.ByT5Tokenizer())
     stream = [token for text in written for token in tokens_of(text)]
     assert data.read(20)[0].tolist() == stream[320:336]
     assert "Token" not in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_a_process_holds_no_token_file_open(tmp_path, cache, monkeypatch):
     config = Data(**source_of(tmp_path, rows), packing="none", sequence_length=64)
     monkeypatch.setattr("samerun.data.tokenize.PART", 1)
     before = psutil.Process().num_fds()
-    data, _ = load_data(config, transformers.ByT5Tokenizer(), 0)
+    data = training_rows(config, transformers.ByT5Tokenizer())
     assert len(data.files) == MANY_FILES and psutil.Process().num_fds() < before + 20
     assert data.read(299)[0].tolist() == tokens_of("299 is the number of this text")
 

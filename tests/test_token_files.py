@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import transformers
-from helpers import run, tiny_config
+from helpers import rows_by_use, run, tiny_config, training_rows
 from test_data import byte_tokenizer
 from test_finetune import END
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -66,8 +66,7 @@ def read_all(data: Dataset) -> list:
 def rows_of(folder: Path, files: str, tokenizer=None, **settings) -> dict[str, list]:
     """All rows to train on, and all that are held out."""
     config = Data(files=str(folder / files), format="tokens", sequence_length=LENGTH, **settings)
-    data, held_out = load_data(config, tokenizer, seed=3)
-    return {"train": read_all(data)} | {name: read_all(part) for name, part in held_out.items()}
+    return {use: read_all(part) for use, part in rows_by_use(config, tokenizer, seed=3).items()}
 
 
 @pytest.mark.parametrize("eval_fraction", [0.0, 0.2])
@@ -199,7 +198,7 @@ def test_nothing_is_copied(tmp_path):
     """Not even where documents between others are held out."""
     write_megatron(tmp_path / "a", documents_of(1))
     config = Data(files=str(tmp_path / "a.bin"), format="tokens", sequence_length=LENGTH, eval_fraction=0.2)
-    data, _ = load_data(config, None, seed=3)
+    data = training_rows(config, seed=3)
     assert [file for file, _ in data.index["token_files"]] == [str(tmp_path / "a.bin")]
     assert not list(data.folder.glob("*.arrow"))
 
@@ -220,7 +219,7 @@ def test_our_own_tokens_take_the_smallest_type(tmp_path, size, types):
     row = {"prompt": "1 ", "completion": f"2 {size - 1}"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = Data(files=str(tmp_path / "rows.jsonl"), sequence_length=LENGTH)
-    data, _ = load_data(config, transformers.PreTrainedTokenizerFast(tokenizer_object=words), seed=0)
+    data = training_rows(config, transformers.PreTrainedTokenizerFast(tokenizer_object=words))
     assert data.index["types"] == types
     assert read_all(data) == [[[1, 2, size - 1], [2, size - 1, -100], [0, 1, 2]]]
 
