@@ -415,21 +415,6 @@ def test_what_accumulation_needs(accumulation, copies, is_sharded, message):
             check_combination(layout, config, "no", None)
 
 
-def matrix() -> str:
-    """What can be combined, as README.md has it."""
-    names = {"dp_shard": "FSDP2, HSDP", "cp": "`cp`", "sp": "`sp`", "tp": "`tp`", "ep": "`ep`", "pp": "`pp`"}
-    lines = [f"| | {' | '.join(names.values())} | why not |", "|---" * (len(names) + 2) + "|"]
-    for refusal in REFUSED:
-        cells = ["no" if name in refusal.dimensions else "yes" for name in names]
-        setting, *rest = refusal.setting.split(" ", 1)
-        lines.append(f"| {' '.join([f'`{setting}`', *rest])} | {' | '.join(cells)} | {refusal.reason} |")
-    return "\n".join(lines)
-
-
-def test_the_page_has_the_matrix():
-    assert matrix() in (ROOT / "accelerate_configs" / "README.md").read_text()
-
-
 def test_no_row_of_the_matrix_allows_what_a_more_general_row_refuses():
     for narrow, general in itertools.permutations(REFUSED, 2):
         if narrow.setting.startswith(f"{general.setting} "):

@@ -1,6 +1,7 @@
 """Forks of this template, as the lines that they change. None of them edits a room of samerun/.
 
 make(folder, CLASSIFIER)        another task; its module lies beside train.py: tests/forks/classifier.py
+make(folder, DIFFUSION)         one that draws noise: tests/forks/diffusion.py
 make(folder, OWN_MODEL)         a model that is not of transformers; its module is tests/forks/own_model.py
 make(folder, METHOD)            another loss, optimizer, schedule and log line, and what its tests expect of them
 """
@@ -14,24 +15,20 @@ from helpers import ROOT
 
 Edits = dict[str, list[tuple[str, str]]]  # By file: a piece of its text, and what stands in its place.
 
-CLASSIFIER: Edits = {
-    "train.py": [
+
+def of_task(module: str, load: str, build: str, flops: str, collate: str, loss: str) -> list[tuple[str, str]]:
+    """What changes in train.py for a task without text, whose module defines these functions."""
+    return [
         (
             "from samerun.cli import",
-            "from classifier import build_classifier, classification_loss, collate_images, "
-            "flops_per_patch, load_images\n"
-            "from samerun.cli import",
-        ),
-        (
-            "partial(compute_loss, token_loss=token_loss)",
-            "partial(classification_loss, token_loss=token_loss)",
+            f"from {module} import {load}, {build}, {flops}, {collate}, {loss}\nfrom samerun.cli import",
         ),
         ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
-        ("load_data(config.data, tokenizer, config.run.seed)", "load_images(config.data, config.run.seed)"),
-        ("build_model(config, tokenizer)", "build_classifier(config.model, config.run.seed)"),
+        ("load_data(config.data, tokenizer, config.run.seed)", f"{load}(config.data, config.run.seed)"),
+        ("build_model(config, tokenizer)", f"{build}(config.model, config.run.seed)"),
         (
             "flops_per_token(model.config, config.model.lora, round(train_data.attention_length()))",
-            "flops_per_patch(model.config, config.data.sequence_length)",
+            f"{flops}(model.config, config.data.sequence_length)",
         ),
         (
             "    is_random, chunked = check_model("
@@ -52,14 +49,41 @@ CLASSIFIER: Edits = {
             "",
         ),
         ("tokenizer=tokenizer,", "tokenizer=None,"),
-        ("collate=collate,", "collate=collate_images,"),
+        ("collate=collate,", f"collate={collate},"),
         ("token_bytes=token_bytes,", "token_bytes=None,"),
         ("vocabulary=vocabulary,", "vocabulary=0,"),
         ("    check_vocabulary(setup)\n    check_rope(model, stages, config.data.sequence_length)\n", ""),
         ('    meter.enter("sampling")\n    metrics |= sample(setup, stop)\n', ""),
-        ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
         ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
         ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
+    ]
+
+
+CLASSIFIER: Edits = {
+    "train.py": [
+        *of_task(
+            "classifier",
+            load="load_images",
+            build="build_classifier",
+            flops="flops_per_patch",
+            collate="collate_images",
+            loss="classification_loss",
+        ),
+        ("partial(compute_loss, token_loss=token_loss)", "partial(classification_loss, token_loss=token_loss)"),
+        ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
+    ],
+}
+DIFFUSION: Edits = {
+    "train.py": [
+        *of_task(
+            "diffusion",
+            load="load_draws",
+            build="build_denoiser",
+            flops="flops_per_pixel",
+            collate="add_noise",
+            loss="denoising_loss",
+        ),
+        ("functools.partial(compute_loss, token_loss=token_loss)", "denoising_loss"),
     ],
 }
 OWN_MODEL: Edits = {

@@ -30,6 +30,7 @@ from warm import environments
 import train
 from samerun.cli import load_config
 from samerun.config import Config, config_fields
+from samerun.parallel.layout import REFUSED
 
 PAGES = [ROOT / folder / "README.md" for folder in ("", "accelerate_configs", "configs", "tests", "tests/benchmarks")]
 TEXT = {page: page.read_text() for page in PAGES}
@@ -368,6 +369,21 @@ def test_pictures_are_shown():
 
 def test_the_front_page_is_short():
     assert len(TEXT[PAGES[0]].splitlines()) <= 150
+
+
+def matrix() -> str:
+    """What can be combined, as accelerate_configs/README.md has it."""
+    names = {"dp_shard": "FSDP2, HSDP", "cp": "`cp`", "sp": "`sp`", "tp": "`tp`", "ep": "`ep`", "pp": "`pp`"}
+    lines = [f"| | {' | '.join(names.values())} | why not |", "|---" * (len(names) + 2) + "|"]
+    for refusal in REFUSED:
+        cells = ["no" if name in refusal.dimensions else "yes" for name in names]
+        setting, *rest = refusal.setting.split(" ", 1)
+        lines.append(f"| {' '.join([f'`{setting}`', *rest])} | {' | '.join(cells)} | {refusal.reason} |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_matrix():
+    assert matrix() in TEXT[ROOT / "accelerate_configs" / "README.md"]
 
 
 def test_lines_are_short():
