@@ -468,6 +468,9 @@ WORDS = {
     "curves": ["curves.png", "test_curves_show_where_a_run_was_continued"],
     "auto": ["auto tries", "test_tokens_are_rows", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
     "packing": [
+        "134 rows",
+        "test_documents_that_see_each_other_are_found_in_any_precision",
+        "test_names_of_other_trainers_are_answered_with_ours",
         "test_a_model_that_needs_its_masks_gets_them",
         "test_an_encoder_is_refused",
         "test_documents_of_a_micro_batch_are_as_if_alone",
