@@ -156,8 +156,8 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
         for name, value in split_overrides(rest):
             where = f"{name} {value}".strip()
             is_setting = re.fullmatch(r"--\w[\w-]*(\.\w[\w-]*)*", name)
-            has_value = value and not value.startswith("--")
-            require(is_setting and has_value, "not --section.field VALUE")
+            require(is_setting, "not --section.field VALUE")
+            require(value and not value.startswith("--"), "no value; write null for none, or '\"\"' for an empty text")
             override(settings, name[2:], value)
             given.append(name[2:])
         return kind.model_validate(settings), args.plan

@@ -1257,7 +1257,8 @@ case(
 
 case("no arguments", {}, "--config FILE", argv=[])
 case("two configs", {}, "one --config FILE", argv=["--config", "DATA/trained.yaml", *CONFIG])
-case("option without a value", {}, "--run.max_steps", "--section.field VALUE", argv=[*CONFIG, "--run.max_steps"])
+case("option without a value", {}, "--run.max_steps", "no value; write null", argv=[*CONFIG, "--run.max_steps"])
+case("option with an unset variable", {}, "--run.resume", "no value; write null", argv=[*CONFIG, "--run.resume", ""])
 case("stray word", {}, "fast", "--section.field VALUE", argv=[*CONFIG, "fast"])
 case("unknown override", {}, "unknown key", "did you mean run.max_steps", argv=[*CONFIG, "--run.max_step", "3"])
 case(

@@ -93,10 +93,15 @@ def sources(house: House) -> None:
     house.drop_definition("SourceMetrics")
     house.drop_field("Progress.source_sums")
     house.drop_field("Progress.source_targets")
-    house.drop_definition("ends_in")
     house.drop_statements("add_up_terms", "source_ends")
     house.drop_parameter("add_up_terms", "source_ends")
     house.drop_field("MicroBatch.source_ends")
+    house.drop_definition("ends_in")
+    house.reword(" and, of those that have terms, NAME/SOURCE as well.", ".")
+    told = "The tokens of a mixture are those of one source after those of another."
+    house.reword(f"\n\n    {told} `source_ends` says where each source ends.\n", "")
+    told = "Raises UserError for terms of some tokens only, such as those with a target: their sources are not known."
+    house.reword(f"    {told}\n    ", "")
     house.drop_definition("say_if_sources_do_not_follow")
     house.drop_definition("Mixture")
     house.replace("Data.has_chats", "any(source.format == 'chat' for source in (self.sources or {}).values())", "False")
@@ -466,6 +471,7 @@ WORDS = {
     "samples": ["samples.jsonl"],
     "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
     "curves": ["curves.png", "test_curves_show_where_a_run_was_continued"],
+    "compile": ["test_how_many_targets_a_chunk_has"],
     "auto": ["auto tries", "test_tokens_are_rows", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
     "packing": [
         "134 rows",

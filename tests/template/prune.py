@@ -19,7 +19,8 @@ class Gone:
     settings: dict[str, Any]  # By the dotted path: the value that switches it off.
     harmless: set[str]  # Those of the settings that do not change what a run learns.
     names: set[str]  # "samerun.run.sample" or "samerun.run.sample.encode_prompt".
-    parameters: list[tuple[str, int, str]]  # Of functions: which one, its place among the arguments, and its name.
+    # Of functions: which one, the place among its arguments, its name, and the value in its place.
+    parameters: list[tuple[str, int, str, Any]]
     keywords: set[str]  # Parameters that no function has any more.
     words: list[str]  # In a string, such as the name of a launcher file.
 
@@ -79,11 +80,17 @@ class Tests:
         return self.house.sources
 
     def drop_arguments(self) -> None:
-        """Where a constant stands for a parameter that is gone."""
-        for function, at, _ in self.gone.parameters:
-            calls = [call for call in self.house.calls(function) if len(call.args) > at]
-            given = [call for call in calls if constant(call.args[at]) is not UNKNOWN]
-            self.house.edit([self.house.without_element(call.args, at, call) for call in given])
+        """Where a constant stands for a parameter that is gone. By its name, only the value in its place does."""
+        for function, at, name, value in self.gone.parameters:
+            edits = []
+            for call in self.house.calls(function):
+                parts = [*call.args, *call.keywords]
+                named = [keyword for keyword in call.keywords if keyword.arg == name]
+                if len(call.args) > at and constant(call.args[at]) is not UNKNOWN:
+                    edits.append(self.house.without_element(call.args, at, call))
+                elif named and constant(named[0].value) is not UNKNOWN and constant(named[0].value) == value:
+                    edits.append(self.house.without_element(parts, parts.index(named[0]), call))
+            self.house.edit(edits)
 
     # What is mentioned
 
@@ -117,10 +124,14 @@ class Tests:
                 return name in lost
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in self.imported:
                 return f"{self.imported[owner]}.{name}" in self.gone.names
+            case ast.Attribute() if ast.unparse(node) in self.gone.names:
+                return True
             case ast.Attribute(value=ast.Attribute(attr=section), attr=name):
                 return f"{section}.{name}" in self.gone.settings
             case ast.keyword(arg=name):
-                return (name in self.keys or name in self.gone.keywords) and self.is_ours(node.parent.func)
+                function = node.parent.func
+                is_lost = any((last_name(function), name) == (one, other) for one, _, other, _ in self.gone.parameters)
+                return (is_lost or name in self.keys or name in self.gone.keywords) and self.is_ours(function)
             case ast.Constant(value=str(text)):
                 if any(word in text for word in self.gone.words) or self.is_setting.search(text):
                     return True

@@ -138,7 +138,7 @@ class House:
         self.strict = strict
         self.skipped = []
         self.harmless = set()  # Those of them that do not change what a run learns.
-        self.parameters = []  # (function, position, name) of those that are gone.
+        self.parameters = []  # (function, position, name, value in its place) of those that are gone.
         self.switched_off = {}  # The settings that are gone, and the value that stands in their place.
         self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
         for file in self.texts:
@@ -362,7 +362,7 @@ class House:
 
         is_method = names[0] == "self"
         called = path.split(".")[0] if function.name == "__init__" else function.name
-        self.parameters.append((called, at - is_method, name))
+        self.parameters.append((called, at - is_method, name, value))
         for call in self.calls(called):
             parts = [*call.args, *call.keywords]
             keywords = [number for number, part in enumerate(parts) if getattr(part, "arg", None) == name]

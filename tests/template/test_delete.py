@@ -3,6 +3,7 @@
 The rest is the same run, to the last bit of its weights and checkpoints, and ruff finds no name unused or missing.
 """
 
+import ast
 import importlib
 import io
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from features import FEATURES, FILES, SOURCE, take_out, without
 from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
-from surgery import House, read, write
+from surgery import House, constant, read, write
 
 from samerun.config import Config, config_fields
 
@@ -30,6 +31,14 @@ def numbers(done: Done) -> list[dict]:
     """What the lines of metrics.jsonl say about the training, without times. Evaluations have lines of their own."""
     lines = [line for line in done.metrics if "eval/loss" not in line]
     return [{name: line[name] for name in line if not name.startswith(("perf/", "summary/"))} for line in lines]
+
+
+def without_return(house: House) -> set[str]:
+    """The functions that are to return something, and have no statement for it. Abstract and generating ones do not."""
+    found = [node for node in house.nodes if isinstance(node, ast.FunctionDef) and node.returns]
+    found = [node for node in found if constant(node.returns) is not None]
+    found = [node for node in found if not any(isinstance(part, ast.Return) for part in ast.walk(node))]
+    return {f"{node.file}: {getattr(node.parent, 'name', '')}.{node.name}" for node in found}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,7 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path / "fork"], check=True
     )
     assert not [room for name in CASES[case] for room in FILES.get(name, []) if room in rest.sources]
+    assert not without_return(rest) - without_return(House(HOUSE))
 
     for name in [name for name in sys.modules if name.split(".")[0] in ("train", "samerun")]:
         monkeypatch.delitem(sys.modules, name)
