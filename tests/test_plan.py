@@ -367,17 +367,17 @@ def test_plan_of_even_splits_names_no_alternative(plans):
     assert not any(re.search(r"\d", line["nearest_even"]) for line in table)
 
 
-@pytest.mark.parametrize("kind", ["SP", "TP"])
-def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch, kind):
+@pytest.mark.parametrize("setting", ["sp_size", "tp_size"])
+def test_plan_knows_the_groups_of_the_launcher_file(plans, monkeypatch, setting):
     """accelerate passes parallelism on in the environment: 8 processes in groups of 2 are 4 ranks, 6 are 3."""
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{setting.upper()}", "2")
     set_fsdp2(monkeypatch)
     table, _ = plans(8, 6)
     columns = "processes", "data_parallel", "grad_accum"
     assert [numbers(line, *columns) for line in table] == [(8, 4, 1), (6, 3, 2)]
     assert "4 or 8 processes" in table[1]["nearest_even"]  # 2 or 4 groups share 16 rows evenly.
     _, printed = plans(8, 3, status=2)
-    assert f"launch: parallelism_config_{kind.lower()}_size 2: does not divide the 3 processes" in printed
+    assert f"launch: parallelism_config_{setting} 2: does not divide the 3 processes" in printed
 
 
 def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
@@ -663,13 +663,13 @@ def test_memory_of_sequence_parallelism(monkeypatch):
 def more_than_sequence_parallelism(monkeypatch, **settings) -> float:
     """The bytes that context parallelism of 2 takes beyond sequence parallelism of 2. They are activations."""
     found = {}
-    for way in "SP", "CP":
+    for way in "SP_SIZE", "CP_SIZE":
         with monkeypatch.context() as patch:
-            patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+            patch.setenv(f"PARALLELISM_CONFIG_{way}", "2")
             TRACED.clear()
             found[way] = memory_of(2, **settings)
-    more = found["CP"].pop("activations") - found["SP"].pop("activations")
-    assert found["CP"] == found["SP"]
+    more = found["CP_SIZE"].pop("activations") - found["SP_SIZE"].pop("activations")
+    assert found["CP_SIZE"] == found["SP_SIZE"]
     return more
 
 
@@ -716,13 +716,13 @@ def test_flash_attention_needs_no_mask_for_context_parallelism(monkeypatch):
     assert more_than_sequence_parallelism(monkeypatch) == pytest.approx(others, rel=0.01)  # And where documents end.
 
 
-@pytest.mark.parametrize("way", ["SP", "CP"])
-def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, way):
+@pytest.mark.parametrize("setting", ["sp_size", "cp_size"])
+def test_memory_of_a_row_that_cannot_be_shared(monkeypatch, capsys, setting):
     """The plan says what the launch would say."""
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{setting.upper()}", "2")
     config = memory_config(attention="eager")
     say_memory(config, [planned(config, 2)])
-    message = f"Memory: it is not known for this model: launch: parallelism_config_{way.lower()}_size 2 needs model.att"
+    message = f"Memory: it is not known for this model: launch: parallelism_config_{setting} 2 needs model.att"
     assert capsys.readouterr().out.startswith(message)
 
 

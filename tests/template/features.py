@@ -499,8 +499,16 @@ WORDS = {
         "test_which_checkpoint",
     ],
     "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP"],
-    "context parallelism": ["context_parallel", "cp_size", "CP_SIZE"],
-    "sequence and context parallelism": ["sequence_parallel", "context_parallel", "sp_size", "SP_SIZE", "CP_SIZE"],
+    "context parallelism": ["context_parallel", "cp_size", "CP_SIZE", "PP x CP"],
+    "sequence and context parallelism": [
+        "sequence_parallel",
+        "context_parallel",
+        "sp_size",
+        "cp_size",
+        "SP_SIZE",
+        "CP_SIZE",
+        "PP x CP",
+    ],
     "tensor parallelism": ["tensor_parallel", "tp_size", "TP_SIZE"],
     "DeepSpeed": ["deepspeed", "DeepSpeed"],
     "chat": [
