@@ -25,6 +25,14 @@ HOUSE = read(ROOT, *SOURCE)
 CASES = {name: [name] for name in FEATURES}
 TAKEN_ALONG = "samples", "keep_best", "patience", "expert parallelism"
 CASES["everything"] = [name for name in FEATURES if name not in TAKEN_ALONG]
+# Some of them at a time. A test that needs two features tells what one of them leaves only where the other one stays.
+GROUPS = [
+    CASES["everything"],
+    ["chat", "packing", "trackers", "auto", "DeepSpeed", "keep_best"],
+    ["LoRA", "sources", "pipeline parallelism", "curves", "patience", "hub"],
+    ["evaluation", "tensor parallelism", "compile", "memory plan", "profiler"],
+    ["FSDP", "sequence and context parallelism", "chunked_loss", "after_save", "samples"],
+]
 
 
 def numbers(done: Done) -> list[dict]:
@@ -114,10 +122,11 @@ def test_the_tests_that_are_left_use_no_name_that_is_gone(tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_fork_without_everything_passes_its_suite(tmp_path):
+@pytest.mark.parametrize("features", GROUPS, ids=["everything", *(names[0] for names in GROUPS[1:])])
+def test_a_fork_passes_its_suite(tmp_path, features):
     """The tests that are left, of what is left."""
     forks.copy(tmp_path / "fork")
-    take_out(tmp_path / "fork", CASES["everything"])
+    take_out(tmp_path / "fork", features)
     command = [sys.executable, "-m", "pytest", "-m", "not slow", "-n1", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path / "fork", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:]
