@@ -11,7 +11,7 @@ import forks
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Done, difference, launch
+from helpers import ROOT, Done, difference, launch, tiny_config
 from reference import shuffled, train_reference
 
 pytestmark = pytest.mark.slow
@@ -56,27 +56,12 @@ def task(tmp_path_factory, diffusion):
     datasets.Dataset.from_dict({"pixels": pixels[:9].tolist()}).save_to_disk(folder / "held-out")
     torch.manual_seed(1)
     diffusion.Denoiser(diffusion.DenoiserConfig()).save_pretrained(folder / "start")
-    config = {
-        "run": {"max_steps": 20, "seed": SEED, "log_every": 1, "eval_every": 0, "save_every": 8, "trackers": []},
-        "batch": {"global_batch_size": 10, "max_micro_batch_size": 3},
-        "data": {
-            "path": str(folder / "images"),
-            "sequence_length": 64,
-            "eval_source": {"path": str(folder / "held-out")},
-        },
-        "model": {"pretrained": str(folder / "start")},
-        "optim": {
-            "learning_rate": 0.003,
-            "warmup_steps": 3,
-            "schedule": "cosine",
-            "min_learning_rate_ratio": 0.1,
-            "weight_decay": 0.1,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "adam_eps": 1e-5,
-            "max_grad_norm": 2.0,
-        },
-    }
+    config = tiny_config(folder / "text")
+    config["run"] |= {"max_steps": 20, "save_every": 8}
+    config["batch"]["max_micro_batch_size"] = 3
+    config["data"] = {"path": str(folder / "images"), "sequence_length": 64}
+    config["data"]["eval_source"] = {"path": str(folder / "held-out")}
+    config["model"] = {"pretrained": str(folder / "start")}
     images, order = list(pixels / 127.5 - 1), shuffled(SEED, IMAGES, 200)
     held_out = [draw(images[:9], place, image) for place, image in enumerate(shuffled(SEED, 9, 9))]
     did = train_reference(

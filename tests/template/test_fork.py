@@ -70,27 +70,13 @@ def task(tmp_path_factory):
             attention_probs_dropout_prob=0.0,
         )
     ).save_pretrained(folder / "start")
-    config = {
-        "run": {"max_steps": 30, "seed": 7, "log_every": 1, "eval_every": 0, "save_every": 8, "trackers": []},
-        "batch": {"global_batch_size": 10, "max_micro_batch_size": 2},
-        "data": {
-            "path": str(folder / "images"),
-            "sequence_length": PATCHES,
-            "eval_source": {"path": str(folder / "held-out")},
-        },
-        "model": {"pretrained": str(folder / "start")},
-        "optim": {
-            "learning_rate": 0.003,
-            "warmup_steps": 3,
-            "schedule": "cosine",
-            "min_learning_rate_ratio": 0.1,
-            "weight_decay": 0.1,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "adam_eps": 1e-5,
-            "max_grad_norm": 2.0,
-        },
-    }
+    config = tiny_config(folder / "text")
+    config["run"]["save_every"] = 8
+    config["batch"]["max_micro_batch_size"] = 2
+    config["data"] = {"path": str(folder / "images"), "sequence_length": PATCHES}
+    config["data"]["eval_source"] = {"path": str(folder / "held-out")}
+    config["model"] = {"pretrained": str(folder / "start")}
+    config["optim"] |= {"learning_rate": 0.003, "warmup_steps": 3, "max_grad_norm": 2.0}
     order = shuffled(7, IMAGES, 300)
     kind = transformers.AutoModelForImageClassification
     did = train_reference(
