@@ -472,7 +472,14 @@ WORDS = {
     "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
     "curves": ["curves.png", "test_curves_show_where_a_run_was_continued"],
     "compile": ["test_how_many_targets_a_chunk_has"],
-    "auto": ["auto tries", "test_tokens_are_rows", "test_auto_finds_what_fits", "test_not_even_one_row_fits"],
+    "auto": [
+        "auto tries",
+        "test_tokens_are_rows",
+        "batch.max_micro_batch_size auto",
+        "test_auto_finds_what_fits",
+        "test_context_parallelism_refuses_auto",
+        "test_not_even_one_row_fits",
+    ],
     "packing": [
         "134 rows",
         "test_documents_that_see_each_other_are_found_in_any_precision",
@@ -482,7 +489,11 @@ WORDS = {
         "test_documents_of_a_micro_batch_are_as_if_alone",
         "test_what_a_token_sees",
     ],
-    "keep_best": ["test_damaged_fields_of_a_manifest", "test_which_checkpoint"],
+    "keep_best": [
+        "test_damaged_fields_of_a_manifest",
+        "test_stopped_while_it_evaluates",
+        "test_which_checkpoint",
+    ],
     "patience": ["test_damaged_fields_of_a_manifest"],
     "sources": [
         "test_damaged_fields_of_a_manifest",

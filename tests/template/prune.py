@@ -22,6 +22,7 @@ class Gone:
     # Of functions: which one, the place among its arguments, its name, and the value in its place.
     parameters: list[tuple[str, int, str, Any]]
     keywords: set[str]  # Parameters that no function has any more.
+    choices: list[tuple[str, str]]  # Values that a setting cannot have any more.
     words: list[str]  # In a string, such as the name of a launcher file.
 
 
@@ -32,6 +33,7 @@ def what_is_gone(before: House, after: House, words: list[str]) -> Gone:
         names_of(before) - names_of(after),
         after.parameters,
         keywords_of(before) - keywords_of(after),
+        after.choices,
         words,
     )
 
@@ -135,8 +137,20 @@ class Tests:
             case ast.Constant(value=str(text)):
                 if any(word in text for word in self.gone.words) or self.is_setting.search(text):
                     return True
-                return text in self.gone.names or text in self.keys and self.is_key(node)
+                return text in self.gone.names or text in self.keys and self.is_key(node) or self.is_choice(node)
         return False
+
+    def is_choice(self, node: ast.Constant) -> bool:
+        """Whether this is a value that is gone, of a setting in a dict or before it on a command line."""
+        match node.parent:
+            case ast.Dict(keys=keys, values=values) if node in values:
+                setting = constant(keys[values.index(node)])
+            case ast.Tuple(elts=words) | ast.List(elts=words) | ast.Call(args=words) if node in words[1:]:
+                setting = constant(words[words.index(node) - 1])
+            case _:
+                return False
+        gone = [path for path, value in self.gone.choices if value == node.value]
+        return any(setting in (path.split(".")[-1], f"--{path}") for path in gone)
 
     def is_ours(self, function: ast.expr) -> bool:
         """Whether a function is of the house or of the tests, not of a library."""

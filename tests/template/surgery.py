@@ -138,6 +138,7 @@ class House:
         self.strict = strict
         self.skipped = []
         self.harmless = set()  # Those of them that do not change what a run learns.
+        self.choices = []  # (setting, value) of those that are gone.
         self.parameters = []  # (function, position, name, value in its place) of those that are gone.
         self.switched_off = {}  # The settings that are gone, and the value that stands in their place.
         self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
@@ -488,6 +489,7 @@ class House:
         if not found:
             raise LookupError(f"{path} is never compared with {value!r}")
         self.edit([(*self.span(one), repr(isinstance(one.ops[0], ast.NotEq))) for one in found])
+        self.choices.append((path, value))
 
     def mentions_setting(self, path: str) -> bool:
         """Whether a setting is still read anywhere, or named in a message or a comment."""
