@@ -60,7 +60,7 @@ def test_checkpoints_are_read_by_all_ranks(whole, tmp_path):
     """Each rank sums the files that it has written, and verifies its share of them, for longer than the timeout."""
     code = (
         "from samerun.run import checkpoint\nsum_of = checkpoint.checksum\n"
-        "def checksum(path):\n    print(f'rank {rank} reads {path.parent.name}/{path.name}', flush=True)\n"
+        "def checksum(path):\n    print(f'rank {rank} reads {path.parent.name}/{path.name}\\n', end='')\n"
         "    time.sleep(SLEEP)\n    return sum_of(path)\ncheckpoint.checksum = checksum"
     )
     config, whole = whole

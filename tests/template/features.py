@@ -494,8 +494,9 @@ WORDS = {
         "test_stopped_while_it_evaluates",
         "test_which_checkpoint",
     ],
-    "patience": ["test_damaged_fields_of_a_manifest"],
+    "patience": ["test_damaged_fields_of_a_manifest", "test_stopped_while_it_evaluates"],
     "sources": [
+        "test_pieces_of_a_row",
         "test_damaged_fields_of_a_manifest",
         "test_prepare_finds_mistakes_and_needs_no_model",
         "test_small_steps_are_loaded_several_at_once",
