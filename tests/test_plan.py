@@ -400,14 +400,18 @@ def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
             {"pipeline_ranks": 4, "attention": "sdpa"},
             "model.pipeline_ranks 4: the 6 layers cannot be divided among 8",
         ),
-        ({"SP": "8"}, {}, "parallelism_config_sp_size 8: must divide the 12 attention heads"),
-        ({"SP": "4", "TP": "2"}, {}, "sp_size 4 x tp 2: must divide the 12 attention heads"),
-        ({"TP": "8"}, {}, "parallelism_config_tp_size 8: must divide the 12 attention heads and the 6 key heads"),
-        ({"TP": "4"}, {}, "parallelism_config_tp_size 4: must divide the 12 attention heads and the 6 key heads"),
-        ({"SP": "8"}, {"architecture": {"model_type": "mamba", "vocab_size": 384}}, None),  # For another reason, later.
-        ({"SP": "4"}, {}, None),
-        ({"TP": "2"}, {}, None),
-        ({"CP": "8"}, {}, None),
+        ({"SP_SIZE": "8"}, {}, "parallelism_config_sp_size 8: must divide the 12 attention heads"),
+        ({"SP_SIZE": "4", "TP_SIZE": "2"}, {}, "sp_size 4 x tp 2: must divide the 12 attention heads"),
+        ({"TP_SIZE": "8"}, {}, "parallelism_config_tp_size 8: must divide the 12 attention heads and the 6 key heads"),
+        ({"TP_SIZE": "4"}, {}, "parallelism_config_tp_size 4: must divide the 12 attention heads and the 6 key heads"),
+        (
+            {"SP_SIZE": "8"},
+            {"architecture": {"model_type": "mamba", "vocab_size": 384}},
+            None,
+        ),  # For another reason, later.
+        ({"SP_SIZE": "4"}, {}, None),
+        ({"TP_SIZE": "2"}, {}, None),
+        ({"CP_SIZE": "8"}, {}, None),
         ({}, {"pipeline_ranks": 2, "attention": "sdpa"}, None),
     ],
 )
@@ -416,7 +420,7 @@ def test_plan_refuses_too_few_layers_and_heads(plans, monkeypatch, sizes, settin
     shape = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}
     model = LLAMA_ALONE | {"architecture": LLAMA_ALONE["architecture"] | shape | {"max_position_embeddings": 4096}}
     for name, size in sizes.items():
-        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", size)
     pipeline = {"pipeline_schedule": "Interleaved1F1B"} if "pipeline_ranks" in settings else {}
     _, printed = plans(8, status=2 if message else 0, model=model | settings | pipeline)
     assert (message or "grad_accum") in printed

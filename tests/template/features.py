@@ -503,7 +503,10 @@ WORDS = {
     ],
     "evaluation": [
         "eval/",
+        "evaluated_step",
         "less data than",
+        "test_curves_show_where_a_run_was_continued",
+        "test_prepare_finds_mistakes_and_needs_no_model",
         "test_other_code_makes_other_rows",
         "test_damaged_fields_of_a_manifest",
         "test_names_of_other_trainers_are_answered_with_ours",
