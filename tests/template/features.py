@@ -468,7 +468,7 @@ FILES = {
 # Or the name of a test that mentions nothing of what it needs.
 WORDS = {
     "LoRA": ["test_lora_flops"],
-    "samples": ["samples.jsonl"],
+    "samples": ["eval/sample", "samples.jsonl"],
     "trackers": ["tensorboard", "test_names_of_other_trainers_are_answered_with_ours"],
     "curves": ["curves.png", "test_curves_show_where_a_run_was_continued"],
     "compile": ["test_how_many_targets_a_chunk_has"],
@@ -501,6 +501,7 @@ WORDS = {
         "test_prepare_finds_mistakes_and_needs_no_model",
         "test_small_steps_are_loaded_several_at_once",
     ],
+    "chunked_loss": ["test_the_vocabulary_of_the_run_decides_on_chunks"],
     "evaluation": [
         "eval/",
         "evaluated_step",
@@ -513,7 +514,7 @@ WORDS = {
         "test_other_data_in_the_same_place",
         "test_which_checkpoint",
     ],
-    "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP"],
+    "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP", "test_who_shares_with_whom"],
     "context parallelism": ["context_parallel", "cp_size", "CP_SIZE", "PP x CP"],
     "sequence and context parallelism": [
         "sequence_parallel",

@@ -38,6 +38,7 @@ UNKNOWN = object()
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # Of them there is one for the whole tree.
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+CALLED_BY_TORCH = "forward", "backward"  # Also if the house calls none.
 
 
 def last_name(node: ast.AST) -> str | None:
@@ -678,13 +679,14 @@ class House:
                 for node in owner.body:
                     name = self.name_of(node) or "__"
                     is_field = isinstance(owner, ast.ClassDef) and not isinstance(node, FUNCTIONS)
-                    if not (is_field or name.startswith("__") or everywhere[name] > self.names_read(node)[name]):
+                    is_called = name.startswith("__") or name in CALLED_BY_TORCH
+                    if not (is_field or is_called or everywhere[name] > self.names_read(node)[name]):
                         found[f"{getattr(owner, 'name', '')}.{name}"] = [node]
             if isinstance(owner, FUNCTIONS):
                 read = self.variables_read(owner)
                 for node, target in self.targets_in(owner):
                     name = last_name(target)
-                    if isinstance(target, ast.Attribute) and name not in own:
+                    if isinstance(target, ast.Attribute) and (name not in own or name in CALLED_BY_TORCH):
                         continue  # A library reads it, such as Accelerate its gradient_accumulation_steps.
                     if name and not (name in read if isinstance(target, ast.Name) else everywhere[name]):
                         found.setdefault(f"{owner.name}: {ast.unparse(target)}", []).append(node)
