@@ -25,7 +25,7 @@ HOUSE = read(ROOT, *SOURCE)
 CASES = {name: [name] for name in FEATURES}
 TAKEN_ALONG = "samples", "keep_best", "patience", "expert parallelism"
 CASES["everything"] = [name for name in FEATURES if name not in TAKEN_ALONG]
-# Some of them at a time. A test that needs two features tells what one of them leaves only where the other one stays.
+# A few at a time: a test that needs two features goes with the first one, and then cannot fail for lack of the second.
 GROUPS = [
     CASES["everything"],
     ["chat", "packing", "trackers", "auto", "DeepSpeed", "keep_best"],
