@@ -289,6 +289,14 @@ def test_refused_under_fsdp2(config, tmp_path, setting, options, message):
     assert re.findall("^error: .*", output, re.M) == [f"error: launch: FSDP2: cannot be combined with {message}"]
 
 
+def test_fsdp1_is_refused(config, tmp_path):
+    """As any strategy of Accelerate that is not here. It would begin to train."""
+    how = {"options": (*FLOAT32, "--fsdp_version", 1, "--fsdp_sync_module_states", "false"), "expect": 2, "warm": True}
+    output = launch(tmp_path, config, "fsdp2", **how).output
+    message = "error: launch: FSDP is not supported; take another file of accelerate_configs/"
+    assert re.findall("^error: .*", output, re.M) == [message]
+
+
 @pytest.mark.slow
 def test_weights_that_no_text_uses(tmp_path):
     """DDP waits for their gradients. FSDP2 gives the run of one process, which leaves them as they are."""

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from functools import cache
@@ -22,6 +23,7 @@ from helpers import (
     Done,
     check_continued,
     launch,
+    loss_of_run,
     resume_from,
     run,
     tiny_config,
@@ -33,8 +35,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.errors import UserError
 from samerun.model.attention import DOCUMENTS
+from samerun.model.checks import probe_batch
 from samerun.parallel.layout import REFUSED, Layout, check_combination
 from samerun.parallel.mesh import Parallelism
+from samerun.parallel.probe import first_difference, try_out_whole
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "head_dim": 8}
@@ -332,6 +336,7 @@ from torch.distributed.fsdp import FSDPModule
 from samerun.parallel import mesh
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
+from samerun.parallel.probe import first_difference, try_out_whole
 from samerun.parallel.pipeline import PipelineSchedule
 divide_by, divide_matrices = FSDPModule.set_gradient_divide_factor, mesh.divide_matrices
 note_reductions = Parallelism.note_reductions
@@ -393,6 +398,47 @@ def test_a_mistake_is_refused_by_the_name_of_a_weight(truth, tmp_path, mistake, 
     kind = MODELS[name][0]
     expected = f"error: launch: divided as .*, a {kind} computes another gradient of {weight}; take FSDP2"
     assert re.fullmatch(expected, found)
+
+
+def test_what_the_whole_model_computes():
+    """The norms of the gradients of a plain backward pass, from the last layer to the first, and of all of them."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    found = try_out_whole(model, loss_of_run())
+    assert all(weight.grad is None for weight in model.parameters())
+    batch = probe_batch(model, model.device)
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[0], batch.targets[0], reduction="sum")
+    loss.backward()
+    expected = {f"gradient of {name}": weight.grad.norm().item() for name, weight in model.named_parameters()}
+    expected |= {"loss": loss.item(), "gradient norm": sum(norm**2 for norm in expected.values()) ** 0.5}
+    assert found == pytest.approx(expected, rel=1e-5)
+    names = list(found)
+    assert (names[0], names[1], names[-1]) == ("loss", "gradient of lm_head.weight", "gradient norm")
+    assert names[-2] == "gradient of model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({}, ""),
+        ({"loss": 4 + 4e-5}, ""),
+        ({"loss": 4 + 5e-5}, "loss"),
+        ({"loss": 4 - 5e-5}, "loss"),
+        ({"late": 2 + 1.9e-3}, ""),
+        ({"late": 2 - 2.1e-3}, "late"),
+        ({"early": 2.1, "late": 2.1}, "late"),
+        ({"early": math.nan}, "early"),
+        ({"early": None}, "early"),
+        ({"small": 3e-6}, ""),  # Rounding, of numbers as large as the largest.
+        ({"small": 1e-5}, "small"),
+    ],
+)
+def test_which_differences_are_no_rounding(changes, name):
+    """1e-5 of a loss, and 1e-3 of a gradient."""
+    whole = {"loss": 4.0, "late": 2.0, "early": 2.0, "small": 0.0}
+    divided = {name: value for name, value in (whole | changes).items() if value is not None}
+    assert first_difference(whole, divided) == name
 
 
 @pytest.mark.parametrize(

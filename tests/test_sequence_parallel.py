@@ -239,6 +239,7 @@ def test_parts_of_a_row():
         assert torch.cat([getattr(part, name) for part in parts], 1).tolist() == [
             [*getattr(batch, name)[0].tolist(), filler]
         ]
+    assert [part.learned.tolist() for part in parts] == [[0, 1]] * 3 + [[0]]  # Where it has a target.
     for part in parts:
         assert part.documents.lengths == (3, 4, 1) and part.documents.longest == 4
         assert part.documents.ends.tolist() == [0, 3, 7, 8] and part.documents.ends.dtype == torch.int32
@@ -253,6 +254,7 @@ def test_pieces_of_a_row():
         [5, 6, 5, 5], [7, 8, 17, 18], [9, 10, 15, 16], [11, 12, 13, 14],
     ]  # fmt: skip
     assert parts[0].targets.tolist() == [[6, 7, -100, -100]] and parts[1].position_ids.tolist() == [[2, 3, 7, 8]]
+    assert [part.learned.tolist() for part in parts] == [[0, 1]] + [[0, 1, 2, 3]] * 3
     # Of tokens 4 and 5, one ends the first document, and one begins the second one. Tokens 10 and 11 are in the latter.
     early, late = parts[2].documents.row_pieces
     assert (early.own.lengths, early.own.ends.tolist(), early.begin) == ((1, 1), [0, 1, 2], 0)
@@ -261,6 +263,17 @@ def test_pieces_of_a_row():
     assert {part.ends.dtype for piece in (early, late) for part in (piece.own, piece.seen)} == {torch.int32}
     # The tokens of a rank are those of the first source before those of the other one, as in the row.
     assert [list(part.source_ends.values()) for part in parts] == [[2, 2], [2, 4], [1, 4], [0, 4]]
+
+
+def test_parts_of_documents_that_are_rows():
+    """Documents of one length, a multiple of 64, each have a row of a micro-batch. Ranks share them as joined ones."""
+    rows = [np.tile(np.arange(64), (3, 1)) + np.array([[first], [first], [0]]) for first in (5, 105)]
+    batch = collate(rows, torch.device("cpu"), joined=True)
+    assert batch.input_ids.shape == (2, 64)
+    for way, begins in ("sp", [[5, 37], [105, 137]]), ("cp", [[5, 137], [37, 105]]):
+        parts = shards(way, 2, batch)
+        assert [part.input_ids[0, [0, 32]].tolist() for part in parts] == begins
+        assert all(torch.equal(part.position_ids, (part.input_ids - 5) % 100) for part in parts)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -414,6 +427,15 @@ def test_refused_models(way, size, change, attention, message):
     else:
         with pytest.raises(UserError, match=message.format(way=way)):
             check()
+
+
+def test_models_without_a_rope_and_with_one_of_their_text():
+    gpt2 = transformers.GPT2Config(attn_implementation=DOCUMENTS)
+    check_shared_rows(SimpleNamespace(config=gpt2), config_of(), Layout(sp=2))
+    text = transformers.LlamaConfig(rope_parameters=SHORT_LONGROPE)
+    both = transformers.LlavaConfig(text_config=text, attn_implementation=DOCUMENTS)
+    with pytest.raises(UserError, match="the rope of this llama needs data.sequence_length <= 16"):
+        check_shared_rows(SimpleNamespace(config=both), config_of(), Layout(sp=2))
 
 
 @pytest.mark.parametrize("way", ["sp", pytest.param("cp", marks=pytest.mark.slow)])
