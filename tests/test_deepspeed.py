@@ -287,6 +287,7 @@ def strategy(zero: dict, precision: str = "no", config: dict | None = None, **se
 def test_accepted_launches():
     strategy({"offload_optimizer": {"device": "cpu"}}, gradient_clipping=1.0, train_batch_size="auto").check()
     strategy({"stage": 3, "offload_param": {"device": "none"}}, gradient_accumulation_steps=1).check()
+    strategy({"offload_optimizer": None, "offload_param": {"pin_memory": True}}).check()
 
 
 MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsdp2.yaml"
@@ -296,7 +297,9 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
     "launched, message",
     [
         ({"zero": {"stage": 1}}, "zero_stage 1 is not supported; use 2 or 3, or DDP"),
+        ({"zero_optimization": {}}, "zero_stage 0 is not supported"),
         ({"precision": "fp8"}, MORE.format("mixed_precision fp8")),
+        ({"config": {"model": Model(pretrained="any", compile="regional")}}, MORE.format("model.compile")),
         ({"zero": {"offload_param": {"device": "cpu"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"zero": {"offload_optimizer": {"device": "nvme"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"config": {"optim": Optim(name="muon")}}, "needs whole matrices"),
@@ -309,9 +312,11 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
             MORE.format("batch.max_micro_batch_size: auto"),
         ),
         ({"train_batch_size": 64}, "train_batch_size of DeepSpeed is 64; leave it out, because batch and optim"),
+        ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu of DeepSpeed is 4; leave it out"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps of DeepSpeed is 4; leave it out"),
         ({"gradient_clipping": 0.5}, "gradient_clipping of DeepSpeed is 0.5; leave it out"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer of DeepSpeed is {'type': 'AdamW'}; leave it out"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler of DeepSpeed is {'type': 'WarmupLR'}; leave it out"),
     ],
 )
 def test_refused_launches(launched, message):
@@ -324,6 +329,12 @@ def test_refused_with_shared_rows(monkeypatch, way):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
     with pytest.raises(UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy({}).check()
+
+
+def test_refused_norm_of_some_gradients():
+    """Which a fork may log."""
+    with pytest.raises(UserError, match="DeepSpeed keeps gradients to itself, so nobody knows the norm of some"):
+        strategy({}).norm_of_gradients([])
 
 
 def test_refused_numbers_of_updates(monkeypatch):

@@ -66,7 +66,7 @@ class DeepSpeed(Parallelism):
 
     def offloads_much(self) -> bool:
         zero = self.settings["zero_optimization"]
-        devices = [(zero.get(name) or {}).get("device") or "none" for name in ("offload_optimizer", "offload_param")]
+        devices = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]
         return devices[0] not in ("none", "cpu") or devices[1] != "none"
 
     @property
@@ -89,7 +89,6 @@ class DeepSpeed(Parallelism):
         fill_weights(model, torch.device("cpu"))  # Its engine divides a model that is whole.
         [self.optimizer] = optimizers
         require(is_fused(self.optimizer), "optim.name: DeepSpeed needs one optimizer that is fused; use adamw")
-        self.optimizer.param_groups = [group for group in self.optimizer.param_groups if group["params"]]
         model, _ = self.accelerator.prepare(model, self.optimizer)
         self.zero = model.optimizer
         self.zero.found_inf = None
@@ -119,8 +118,7 @@ class DeepSpeed(Parallelism):
         for number, batch in enumerate(micro_batches, start=1):
             model.set_gradient_accumulation_boundary(number == len(micro_batches))
             loss, metrics_of_batch = self.loss_of(model, batch)
-            # DeepSpeed averages over the ranks. Here it does not divide by the number of micro-steps.
-            model.backward(loss * (self.layout.averages_over * scale), scale_wrt_gas=False)
+            model.backward(loss * (self.layout.averages_over * scale))  # DeepSpeed averages over the ranks.
             add_metrics(metrics, metrics_of_batch)
         return metrics
 
