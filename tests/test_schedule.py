@@ -47,7 +47,7 @@ def test_closed_forms(schedule, warmup, ratio):
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-18)
 
 
-@pytest.mark.parametrize("fraction, decay", [(0.01, 1), (0.25, 25), (0.5, 50), (0.9, 90)])
+@pytest.mark.parametrize("fraction, decay", [(0.01, 1), (0.25, 25), (0.29, 29), (0.5, 50), (0.9, 90)])
 def test_wsd_decays_over_its_share_of_the_run(fraction, decay):
     found = rates(config("wsd", 10, decay_fraction=fraction))
     np.testing.assert_allclose(found, closed_form("wsd", 10, 0.1, decay), rtol=1e-12)
