@@ -127,15 +127,16 @@ def test_stopped_in_every_way(whole, tmp_path):
 
 
 def test_finished_and_started_again(again):
-    """Says so and leaves the model alone, here on 2 processes."""
+    """Says so and leaves the model alone, here on 2 processes, and with a change that makes no other run."""
     config, before = again
     model, losses = before.folder / "model" / "model.safetensors", before.losses
     written = model.stat()
-    done = launch(before.folder.parent, config, processes=2, warm=True)
-    said = done.output.replace(str(done.folder.parent), "").lower()  # The folder has the name of this test.
-    assert "finished" in said and "30" in said
-    assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-    assert done.status == {"status": "finished", "step": 30} and done.losses == losses
+    for settings, processes in ((), 2), (("--run.save_every", 3), None):
+        done = launch(before.folder.parent, config, *settings, processes=processes, warm=True)
+        said = done.output.replace(str(done.folder.parent), "").lower()  # The folder has the name of this test.
+        assert "finished" in said and "30" in said
+        assert (model.stat().st_ino, model.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+        assert done.status == {"status": "finished", "step": 30} and done.losses == losses
 
 
 def test_what_is_finished_is_told_before_anything_is_built(again, monkeypatch):
@@ -852,7 +853,8 @@ def test_patience(tmp_path):
     end = {"status": "finished", "step": 2 * last}
     assert done.status == end and done.logged("eval/loss") == losses[:last]
     assert "that did not lower the loss: 3\n" in done.output and done.checkpoints[-1] == f"step-{2 * last:08d}"
-    assert "Finished already" in run(tmp_path, config, "--run.patience", 3).output
+    advice = f"Finished already: {done.folder}, step {2 * last}. Raise run.patience, or choose a new run.output_dir."
+    assert advice in run(tmp_path, config, "--run.patience", 3).output
 
     shutil.rmtree(done.folder / "checkpoints" / done.checkpoints[-1])
     continued = launch(tmp_path, config, "--run.patience", 3, processes=2, warm=True)
