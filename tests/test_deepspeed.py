@@ -198,6 +198,7 @@ def test_in_bf16(truth, zero3, tmp_path, stage):
     its digits tell that it was added up in float32. The export has the weights in float32, and says so."""
     config, did = truth
     settings = "--run.max_steps", 5, "--optim.adam_beta1", 0, "--optim.max_grad_norm", "null"
+    settings = *settings, "--batch.max_micro_batch_size", 5  # More micro-steps would hide a sum over ranks in bf16.
     file = zero3 if stage == 3 else SHIPPED[2]
     options = "--mixed_precision", "bf16"
     done = launch(tmp_path, config, file, *settings, options=options, warm=True)
@@ -368,3 +369,29 @@ def test_refused_optimizer(tmp_path):
     done = launch(tmp_path, tiny_config(tmp_path), SHIPPED[2], script=script, expect=None)
     assert done.code and done.output.count("error: optim.name: DeepSpeed needs one optimizer that is fused") == 1
     assert "Traceback" not in done.output
+
+
+FROZEN_MATRICES = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+build_optimizer = train.build_optimizer
+def of_vectors(model, config):
+    for weight in model.parameters():
+        weight.requires_grad_(weight.ndim < 2)
+    return build_optimizer(model, config)
+train.build_optimizer = of_vectors
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_frozen_weights_are_exported(truth, zero3, tmp_path):
+    """ZeRO-3 divides them, too. The optimizer's first group, of what decays, has no weights here."""
+    script = tmp_path / "fork.py"
+    script.write_text(FROZEN_MATRICES.format(root=str(ROOT)))
+    settings = "--run.max_steps", 5
+    done = launch(tmp_path, truth[0], zero3, *settings, script=script, warm=True)
+    ddp = launch(tmp_path, truth[0], "cpu", *settings, "--run.output_dir", tmp_path / "ddp", script=script, warm=True)
+    np.testing.assert_allclose(done.losses, ddp.losses, rtol=1e-6)
+    assert difference(done.weights, ddp.weights) < 1e-5
