@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from helpers import launch, run, tiny_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+import train
 from samerun.cli import load_config, take_export
 from samerun.config import Config
 from samerun.run import hub as room
@@ -105,6 +107,21 @@ def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
     config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
     run(tmp_path, config)
     assert pushed == ["step-00000002"] and commits == ["Step 2"]
+
+
+def test_a_launch_that_is_stopped_pushes_nothing(tmp_path, monkeypatch, commits):
+    """Not even the model of an earlier one, which is still there."""
+    config = config_of(tmp_path)
+    run(tmp_path, config)
+    train_step = train.train_step
+
+    def stopped(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return train_step(*args)
+
+    monkeypatch.setattr(train, "train_step", stopped)
+    done = run(tmp_path, config, "--run.max_steps", 8)
+    assert done.status == {"status": "stopped", "step": 7} and commits == ["Step 6"]
 
 
 @pytest.mark.slow

@@ -238,16 +238,17 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     takes(2, Parallelism, "clip_gradients")
     takes(4, setup_room, "load_step")
     takes(64, train, "evaluate")
+    takes(512, Prefetcher, "take")
     takes(1024, mesh, "trained_state")  # What a save does before it goes on in the background.
     takes(16384, train, "build_setup")
     done = run(tmp_path, config)
     seconds = {key[8:-8]: value for key, value in done.metrics[-1].items() if key.endswith("_seconds")}
     assert {phase: value for phase, value in seconds.items() if value} == {
-        "startup": 16384 + 4,  # With the rows of the first step.
+        "startup": 16384 + 4 + 512,  # With the rows of the first step.
         "warmup": 1 + 2,
         "micro_steps": 17 * 1,
         "optimizer": 17 * 2,
-        "data": 17 * 4,
+        "data": 17 * (4 + 512),
         "evaluation": 3 * 64,
         "checkpoint": 3 * 1024,
         "wall": now[0],
@@ -256,7 +257,7 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     assert len(steps) == 17
     data, whole = (sum(line[f"perf/{name}_seconds"] for line in steps) for name in ("data", "step"))
     # Rows are read at the end of the step before: those of step 2 in the warmup's window.
-    assert data == 16 * 4 and whole == data + 17 * (1 + 2)
+    assert data == 16 * 4 + 17 * 512 and whole == data + 17 * (1 + 2)
     assert all(line["perf/rows_per_second"] == pytest.approx(10 / line["perf/step_seconds"]) for line in steps)
 
 

@@ -3,6 +3,7 @@
 test_damage.py shows that a step which is not finite changes nothing, test_launchers.py which launchers are refused.
 """
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -184,6 +185,26 @@ def test_a_checkpoint_has_the_state_of_all_optimizers_before_their_first_update(
     whole.step()
     kinds = {name.rpartition(".")[2] for name in trained_state(model, [muon, whole]) if name.startswith("optimizer.")}
     assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize(
+    "is_of_model, message",
+    [
+        (True, "1 weights are in two optimizers; give each weight to one of them"),
+        (False, "not the model's weights, but others: 1; let the model hold them"),
+    ],
+)
+def test_weights_of_two_optimizers_or_of_no_model(tmp_path, monkeypatch, is_of_model, message):
+    """As a fork may give them."""
+    build = train.build_optimizer
+
+    def build_more(model, config):
+        more = model.lm_head.weight if is_of_model else torch.nn.Parameter(torch.ones(2))
+        return [*build(model, config), torch.optim.SGD([more])]
+
+    monkeypatch.setattr(train, "build_optimizer", build_more)
+    output = run(tmp_path, tiny_config(tmp_path), expect=2).output
+    assert re.findall("^error: .*", output, re.M) == [f"error: build_optimizer: {message}"]
 
 
 def test_what_a_model_marks_does_not_decay(tmp_path):

@@ -870,6 +870,9 @@ def test_a_loss_that_stays_the_same_is_not_lower(tmp_path):
     done = run(tmp_path, config)
     assert done.status["step"] == 3, "By run.patience."
     assert done.checkpoints[0] == "step-00000001", "By run.keep_best."
+    assert "run.patience: evaluations in a row" in done.output
+    done = run(tmp_path, config, "--run.max_steps", 2, "--run.output_dir", tmp_path / "short")
+    assert "run.patience: evaluations in a row" not in done.output
 
 
 def what_was_logged(done: Done) -> list[dict]:
