@@ -336,7 +336,6 @@ from torch.distributed.fsdp import FSDPModule
 from samerun.parallel import mesh
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
-from samerun.parallel.probe import first_difference, try_out_whole
 from samerun.parallel.pipeline import PipelineSchedule
 divide_by, divide_matrices = FSDPModule.set_gradient_divide_factor, mesh.divide_matrices
 note_reductions = Parallelism.note_reductions
