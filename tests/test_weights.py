@@ -4,14 +4,21 @@ import re
 import weakref
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers import difference, launch, loss_of_run, packed_config, run, slow_but, tiny_config
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_agreement import fork
 from test_mesh import DDP, EXPERTS, FSDP2, SCRIPT, SHAPE, family, layout
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from samerun.config import Config, Data, Model
@@ -20,8 +27,8 @@ from samerun.model.build import make_model, number_of_experts, outlined_model
 from samerun.model.checks import check_model
 from samerun.model.outline import bare
 from samerun.model.small import fewer_experts, model_to_try
-from samerun.model.weight_files import Weight, WeightFiles
-from samerun.model.weights import FirstWeights, drawn, units
+from samerun.model.weight_files import FileTensors, Weight, WeightFiles, layer_of, sample_of_rows, stacks_experts
+from samerun.model.weights import FirstWeights, drawn, fill_weights, units
 
 FAMILIES = {
     "llama": {},
@@ -286,11 +293,14 @@ def test_a_rank_reads_what_it_keeps(tmp_path, first, case):
     assert len(numbers) == processes and sum(numbers) == whole and max(numbers) < 0.6 * whole
 
 
+DEEPSEEK = SHAPE | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+DEEPSEEK |= {"first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+
+
 def test_files_of_several_layers_each(tmp_path):
     """Also a buffer that is saved, and experts of which each has matrices of its own in the files."""
-    more = {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-    more |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    found = transformers.AutoConfig.for_model("deepseek_v3", **SHAPE | more | {"num_key_value_heads": 4})
+    found = transformers.AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
     made = transformers.AutoModelForCausalLM.from_config(found)
     for name, buffer in made.named_buffers():
         if "correction_bias" in name:
@@ -313,14 +323,108 @@ def test_rows_that_a_model_lacks_are_drawn_by_the_seed(tmp_path, name):
     found = transformers.AutoConfig.from_pretrained(tmp_path)
     size, made = found.vocab_size, []
     for chance in 1, 2:
+        model = outlined_model(config, found, size + 64, seed=3)
         torch.manual_seed(chance)
-        made.append(make_model(config, found, size + 64, seed=3).state_dict())
+        fill_weights(model, torch.device("cpu"))
+        made.append(model.state_dict())
     assert difference(*made) == 0
     kept = load_file(tmp_path / "model.safetensors")
     for layer in "model.embed_tokens.weight", "lm_head.weight":
         rows, before = made[0][layer], kept.get(layer, kept["model.embed_tokens.weight"])
         assert torch.equal(rows[:size], before) and len({row.sum().item() for row in rows[size:]}) > 1
         assert (rows[size:] - before.mean(0)).abs().max() < 1e-3
+
+
+def test_files_are_read_where_the_config_says(tmp_path):
+    """By a name of their own, in bfloat16, but for what a model keeps in float32."""
+    found = transformers.AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
+    kind = transformers.AutoModelForCausalLM
+    kind.from_config(found).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "own.safetensors")
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
+    found.transformers_weights = "own.safetensors"
+    theirs = kind.from_pretrained(tmp_path, config=found, dtype=torch.bfloat16)
+    plain = bare(Model(pretrained=str(tmp_path), dtype="bfloat16"), found)
+    places = {name: [(weight, None)] for name, weight in plain.state_dict().items()}
+    files, ours = WeightFiles(plain, Model(pretrained=str(tmp_path), dtype="bfloat16")), {}
+    for unit in files.read(places, 0, 0):
+        ours |= {name: weight.numbers for name, weight in unit.items()}
+    assert all(weight.is_meta for weight in plain.parameters())  # A layer is let go of before the next one is read.
+    expected = theirs.state_dict()
+    assert {name: weight.dtype for name, weight in ours.items()} == {name: expected[name].dtype for name in ours}
+    assert difference(ours, expected) == 0
+
+
+@pytest.fixture
+def rank_of_four():
+    """rank_of_four(dimension): what rank 1 has of a [8, 4] that is divided in a dimension, without other processes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+    yield lambda dimension: distribute_tensor(torch.zeros(8, 4), mesh, [Shard(dimension)], src_data_rank=None)
+    dist.destroy_process_group()
+
+
+class InFile:
+    def __init__(self, *shape: int):
+        self.shape = [*shape]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+
+def test_what_a_rank_reads_of_a_weight(rank_of_four):
+    """A region of the only tensor, or of a merged one whole experts. All, where the numbers would not be the same."""
+    rows, columns, shape = rank_of_four(0), rank_of_four(1), torch.Size([8, 4])
+    same, experts = {"a": InFile(8, 4)}, {f"{number}": InFile(4) for number in range(8)}
+    renamed, changed = FileTensors(False), FileTensors(True)
+    stacked, of_pairs = (FileTensors(True, stacks={"any": [*experts][::step]}) for step in (1, 2))
+    all_rows, all_columns = slice(0, 8), slice(0, 4)
+    assert renamed.region(shape, [(rows, None)], same) == (slice(2, 4), all_columns)
+    assert renamed.region(shape, [(columns, None)], same) == (all_rows, slice(1, 2))
+    assert stacked.region(shape, [(rows, None)], experts) == (slice(2, 4), all_columns)
+    assert stacked.region(shape, [(columns, None)], experts) == (all_rows, all_columns)
+    assert [*stacked.parts(experts, (slice(2, 4), all_columns))] == ["2", "3"]
+    for source, place, tensors in (
+        (renamed, [(rows, None), (rows, None)], same),
+        (renamed, [(rows, torch.tensor([1]))], same),
+        (renamed, [(torch.zeros(8, 4), None)], same),
+        (renamed, [(rows, None)], {"a": InFile(4, 8)}),
+        (changed, [(rows, None)], same),
+        (of_pairs, [(rows, None)], experts),
+    ):
+        assert source.region(shape, place, tensors) == () and source.parts(tensors, ()) == tensors
+    assert renamed.region(torch.Size([16, 4]), [(rows, None)], {"a": InFile(16, 4)}) == ()
+
+
+def test_what_stacks_experts():
+    """Each one whole, or a part of its columns: then a rank reads its own experts."""
+    for operations, expected in (
+        ([MergeModulelist(dim=0)], True),
+        ([MergeModulelist(dim=0), Concatenate(dim=1)], True),
+        ([MergeModulelist(dim=1)], False),
+        ([MergeModulelist(dim=0), Concatenate(dim=0)], False),
+        ([MergeModulelist(dim=0), Transpose(1, 2)], False),
+        ([Concatenate(dim=1)], False),
+    ):
+        assert stacks_experts(SimpleNamespace(operations=operations)) == expected
+
+
+def test_which_layer_a_weight_is_in():
+    names = "model.layers.12.mlp.fc1.weight", "model.layers.3.mlp.experts.7.w2.weight", "model.embed2.weight"
+    assert [layer_of(name) for name in names] == [12, 3, -1]
+
+
+def test_other_numbers_in_files_have_another_sample(tmp_path):
+    """Of any of 8 rows, also in an expert; with few numbers, or with none."""
+    tensors = {"0": torch.zeros(16, 4), "scalar": torch.ones(()), "vector": torch.ones(3), "none": torch.ones(0, 4)}
+    for number in range(8):
+        tensors[f"{number + 1}"] = torch.zeros(16, 4).index_fill_(0, torch.tensor(2 * number), 1.0)
+    tensors |= {"experts": torch.full((8, 16, 4), 2.0), "other experts": torch.full((8, 16, 4), 2.0)}
+    tensors["other experts"][7, 14] = 1
+    save_file(tensors, tmp_path / "any.safetensors")
+    with safe_open(tmp_path / "any.safetensors", "pt") as file:
+        samples = [sample_of_rows(file.get_slice(name)) for name in tensors]
+    assert len(set(samples)) == len(tensors)
 
 
 def test_files_that_cannot_be_read_in_part(tmp_path, capsys):

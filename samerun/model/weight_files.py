@@ -48,8 +48,7 @@ class FileTensors:
         [(place, rows), *others] = places
         if others or rows is not None or not isinstance(place, DTensor) or place.shape != shape:
             return ()
-        # Of a weight with fewer rows than ranks, some keep nothing. Files have no slice at their end for that.
-        region = tuple(side if side.start < side.stop else slice(0, 1) for side in region_of(place))
+        region = region_of(place)
         if not self.is_changed and all(tensor.get_shape() == list(shape) for tensor in tensors.values()):
             return region
         if self.stacks and all(len(names) == shape[0] for names in self.stacks.values()):
@@ -222,7 +221,7 @@ def sample_of(tensor: torch.Tensor) -> int:
 def sample_of_rows(tensor: Any) -> int:
     """sample_of() some rows of a tensor in a file, whatever part of it a rank reads."""
     *counts, _ = tensor.get_shape() or [0]
-    if not counts or not all(counts):
+    if not counts:
         return sample_of(tensor[...])
     rows = [[slice(count * number // 8, count * number // 8 + 1) for count in counts] for number in range(8)]
     return sample_of(torch.cat([tensor[tuple(row)] for row in rows]))
