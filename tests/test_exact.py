@@ -1,11 +1,23 @@
 """The promise itself: losses and weights of a plain torch loop with one big batch, however the work is split."""
 
+import json
 from itertools import accumulate
 
 import datasets
 import numpy as np
 import pytest
-from helpers import WHOLE_ROWS, difference, launch, make_rows, packed_config, run, tiny_config, tiny_model, write_rows
+from helpers import (
+    WHOLE_ROWS,
+    difference,
+    launch,
+    make_rows,
+    packed_config,
+    resume_from,
+    run,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
 
@@ -114,6 +126,30 @@ def test_a_step_without_targets_changes_nothing(tmp_path):
     before, after = (("--run.resume", folder, "--run.output_dir", tmp_path / folder.name) for folder in folders[:2])
     check(launch(tmp_path, config, *before, processes=2, warm=True), 2)
     check(run(tmp_path, config, *after), 3)
+
+
+def test_dropout(tmp_path):
+    """Each step, seed and rank drops out something else, a run that continues the same, and an evaluation nothing. The
+    weights stand still here, and all rows are the same."""
+    start = tiny_model(tmp_path / "gpt2", learned_positions=True)
+    found = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(found | {"resid_pdrop": 0.5}))
+    config = tiny_config(tmp_path)
+    config["model"] = {"pretrained": str(start)}
+    config["data"]["path"] = str(write_rows(tmp_path / "same", make_rows([24]) * 6))
+    config["batch"] = {"global_batch_size": 1, "max_micro_batch_size": 1}
+    config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
+    config["run"] |= {"max_steps": 6, "save_every": 3, "eval_every": 1}
+    done = run(tmp_path, config)
+    assert len({*done.losses}) == 6
+    assert len({*done.logged("eval/loss")}) == 1
+    continued = run(tmp_path, config, *resume_from(done, 3), "--run.output_dir", tmp_path / "continued")
+    assert continued.losses == done.losses[3:]
+    other = run(tmp_path, config, "--run.seed", 8, "--run.output_dir", tmp_path / "other")
+    assert not {*other.losses} & {*done.losses}
+    two = "--batch.global_batch_size", 2, "--run.output_dir", tmp_path / "two"
+    losses = launch(tmp_path, config, *two, processes=2, warm=True).losses
+    assert not np.isclose(losses, done.losses, rtol=1e-4).any()
 
 
 @pytest.mark.slow
