@@ -139,7 +139,8 @@ def test_dropout(tmp_path):
     config["data"]["path"] = str(write_rows(tmp_path / "same", make_rows([24]) * 6))
     config["batch"] = {"global_batch_size": 1, "max_micro_batch_size": 1}
     config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
-    config["run"] |= {"max_steps": 6, "save_every": 3, "eval_every": 1}
+    config["run"] |= {"max_steps": 6, "save_every": 3}
+    config["run"]["eval_every"] = 1
     done = run(tmp_path, config)
     assert len({*done.losses}) == 6
     assert len({*done.logged("eval/loss")}) == 1
