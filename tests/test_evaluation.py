@@ -349,6 +349,7 @@ def test_there_are_none_without_a_tokenizer(tmp_path):
     config["data"]["tokenizer"] = None
     last = run(tmp_path, config).metrics[-2]
     assert "eval/loss" in last and "eval/bits_per_byte" not in last
+    assert not [name for name in last if name.count("/") > 1]  # The only evaluation has no name.
 
 
 @pytest.mark.parametrize("prefix", ["first", "always", "legacy"])

@@ -214,6 +214,19 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
         assert parts == pytest.approx(summary["wall_seconds"])
 
 
+def test_what_is_measured_of_two_devices(tmp_path):
+    """The same FLOPs in a second are half of the MFU. The memory is in GiB: Python with torch takes some tenths."""
+    config, parts = tiny_config(tmp_path), []
+    config["optim"]["warmup_steps"] = 0
+    for processes in 1, 2:
+        settings = "--perf.peak_tflops", 1, "--run.max_steps", 2, "--run.output_dir", tmp_path / str(processes)
+        done = launch(tmp_path, config, *settings, processes=processes, warm=True)
+        [_, last] = [line for line in done.metrics if "perf/mfu" in line]
+        parts.append(last["perf/mfu"] * last["perf/step_seconds"])
+        assert 0.05 < last["perf/peak_memory_gib"] < 50
+    assert parts[0] == pytest.approx(2 * parts[1])
+
+
 def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     """Through main(): 18 steps, the first of a launch being warmup, 3 evaluations and 3 saves. Time passes nowhere but
     in what is named here, so that the sums are exact however busy the machine is."""
