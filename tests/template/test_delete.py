@@ -119,6 +119,9 @@ def test_the_tests_that_are_left_use_no_name_that_is_gone(tmp_path, case):
     take_out(tmp_path / "fork", CASES[case])
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F"]
     subprocess.run([*command, tmp_path / "fork" / "tests"], check=True)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n0", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path / "fork", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:]
 
 
 @pytest.mark.slow
