@@ -64,7 +64,7 @@ def test_checkpoints_are_read_by_all_ranks(whole, tmp_path):
         "    time.sleep(SLEEP)\n    return sum_of(path)\ncheckpoint.checksum = checksum"
     )
     config, whole = whole
-    script = fork(tmp_path / "fork.py", code.replace("SLEEP", "0"))
+    script = fork(tmp_path / "fork.py", code.replace("SLEEP", "0"))  # Each rank writes its whole line at once.
     how = {"processes": 2, "warm": True, "script": script}
     done = launch(tmp_path, config, "--run.max_steps", 5, "--run.save_every", 5, **how)
     written = {

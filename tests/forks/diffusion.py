@@ -1,10 +1,11 @@
 """Denoising diffusion on train.py: the module that such a fork has beside it.
 
-Noise that each process drew for itself would be another one on another machine. Here a row is a draw: a place in the
-endless stream of images. The image, its time and its noise are functions of the seed and of that place, so a run is the
-same on any number of processes, and after a restart. An evaluation has the same draws each time.
+If each process drew its own noise, a run would depend on their number. Here a row is a draw: a place in the endless
+stream of images. The image, its time and its noise are functions of the seed and of that place, so a run is the same on
+any number of processes and after a restart, with the same numpy. An evaluation has the same draws each time.
 
-Tokens per step and per second, MFU and data.sequence_length are about pixels.
+Tokens per step and per second, MFU and data.sequence_length are about pixels. The loss is no cross-entropy, so its
+perplexity says nothing. The rows of a step that is not finite are places, too.
 """
 
 import math
@@ -21,6 +22,7 @@ from samerun.config import Data, Model, Source
 from samerun.data.order import Order, shuffle
 from samerun.data.rows import Dataset
 from samerun.data.sources import load_source
+from samerun.errors import require
 
 SIDE = 8
 PIXELS = SIDE * SIDE
@@ -28,13 +30,14 @@ TIMES = 1000
 
 
 class Draws(Dataset):
-    """The row at a place of the stream is the number of the place, whatever image is there."""
+    """A row's number is its place in the stream, not that of an image: each epoch shows an image with new noise."""
 
-    def __init__(self, images: datasets.Dataset, seed: int):
+    def __init__(self, images: datasets.Dataset, seed: int, number: int):
         self.images = images.with_format("numpy")
         self.seed = seed
+        self.number = number  # Of the data set. An evaluation has other noise than the training.
         self.tokens = len(images) * PIXELS
-        self.order = Order(len(images), seed)
+        self.order = Order(len(images), seed)  # Checkpoints note its name.
 
     def __len__(self) -> int:
         return len(self.images)
@@ -50,10 +53,10 @@ class Draws(Dataset):
         """A rank without rows gets one without targets, because all ranks must take part in a pass."""
         return [self.read(row) for row in rows] or [np.zeros(2 * PIXELS + 2)]
 
-    def read(self, row: int) -> np.ndarray:
-        """float64 [130]: the pixels, -1 to 1, their noise, the time, and whether the noise is to be learned."""
-        image = shuffle(np.array([row]), len(self), self.seed)[0]
-        random = np.random.default_rng([self.seed, row])
+    def read(self, place: int) -> np.ndarray:
+        """float64 [2 * PIXELS + 2]: pixels from -1 to 1, their noise, the time, and whether the noise is learned."""
+        image = shuffle(np.array([place]), len(self), self.seed)[0]
+        random = np.random.default_rng([self.seed, self.number, place])
         pixels = self.images[int(image)]["pixels"] / 127.5 - 1
         return np.concatenate([pixels, random.standard_normal(PIXELS), [random.integers(TIMES), 1]])
 
@@ -71,10 +74,12 @@ class NoisyImages:
 
 
 def load_draws(config: Data, seed: int) -> tuple[Draws, dict[str, Draws]]:
-    def as_draws(source: Source) -> Draws:
-        return Draws(load_source(source), seed)
+    def as_draws(source: Source, number: int) -> Draws:
+        return Draws(load_source(source), seed, number)
 
-    return as_draws(config), {name: as_draws(source) for name, source in config.eval_sources.items()}
+    require(config.sequence_length == PIXELS, f"data.sequence_length: an image has {PIXELS} pixels; use {PIXELS}")
+    evaluations = enumerate(config.eval_sources.items(), start=1)
+    return as_draws(config, 0), {name: as_draws(source, number) for number, (name, source) in evaluations}
 
 
 def add_noise(rows: list[np.ndarray], device: torch.device, joined: bool) -> NoisyImages:
@@ -142,6 +147,7 @@ class Denoiser(transformers.PreTrainedModel):
         return self.last(F.silu(states))
 
 
+# The config of model.pretrained is found by this name.
 transformers.AutoConfig.register(DenoiserConfig.model_type, DenoiserConfig)
 
 

@@ -1,9 +1,9 @@
 """Forks of this template, as the lines that they change. None of them edits a room of samerun/.
 
-make(folder, CLASSIFIER)        another task; its module lies beside train.py: tests/forks/classifier.py
-make(folder, DIFFUSION)         one that draws noise: tests/forks/diffusion.py
-make(folder, OWN_MODEL)         a model that is not of transformers; its module is tests/forks/own_model.py
-make(folder, METHOD)            another loss, optimizer, schedule and log line, and what its tests expect of them
+make(folder, CLASSIFIER, ROOT / "tests/forks/classifier.py")    another task; its module lies beside train.py
+make(folder, DIFFUSION, ROOT / "tests/forks/diffusion.py")      one that draws noise
+make(folder, OWN_MODEL, ROOT / "tests/forks/own_model.py")      a model that is not of transformers
+make(folder, METHOD)    another loss, optimizer, schedule and log line, and what its tests expect of them
 """
 
 import shutil

@@ -19,7 +19,7 @@ class Gone:
     settings: dict[str, Any]  # By the dotted path: the value that switches it off.
     harmless: set[str]  # Those of the settings that do not change what a run learns.
     names: set[str]  # "samerun.run.sample" or "samerun.run.sample.encode_prompt".
-    # Of functions: which one, the place among its arguments, its name, and the value in its place.
+    # (function, position of the parameter, name of the parameter, constant that stands for it now).
     parameters: list[tuple[str, int, str, Any]]
     keywords: set[str]  # Parameters that no function has any more.
     choices: list[tuple[str, str]]  # Values that a setting cannot have any more.
@@ -82,7 +82,7 @@ class Tests:
         return self.house.sources
 
     def drop_arguments(self) -> None:
-        """Where a constant stands for a parameter that is gone. By its name, only the value in its place does."""
+        """Where a constant is passed for a parameter that is gone: by its name, only the one that stands for it now."""
         for function, at, name, value in self.gone.parameters:
             edits = []
             for call in self.house.calls(function):
@@ -141,7 +141,7 @@ class Tests:
         return False
 
     def is_choice(self, node: ast.Constant) -> bool:
-        """Whether this is a value that is gone, of a setting in a dict or before it on a command line."""
+        """Whether this is a value that is gone: in {"format": "chat"}, or after "--data.format"."""
         match node.parent:
             case ast.Dict(keys=keys, values=values) if node in values:
                 setting = constant(keys[values.index(node)])
@@ -181,7 +181,8 @@ class Tests:
         self.imported, lost = self.modules(statement.file), self.lost[statement.file]
         if isinstance(statement, ast.Import | ast.ImportFrom) or self.house.is_text([statement]):
             return []
-        if getattr(statement, "name", None) in self.gone.words:
+        name = getattr(statement, "name", None)
+        if name in self.gone.words or f"{statement.file}::{name}" in self.gone.words:
             self.reason, edits = "named by its feature", None
         elif isinstance(statement, FUNCTIONS):
             edits = self.pruned_function(statement, lost)

@@ -38,7 +38,7 @@ UNKNOWN = object()
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # Of them there is one for the whole tree.
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-CALLED_BY_TORCH = "forward", "backward"  # Even if nothing in the house calls them.
+CALLED_BY_TORCH = "forward", "backward"  # Kept, even if nothing in the house calls them by name.
 
 
 def last_name(node: ast.AST) -> str | None:

@@ -16,12 +16,12 @@ from reference import shuffled, train_reference
 
 pytestmark = pytest.mark.slow
 MODULE = ROOT / "tests/forks/diffusion.py"
-IMAGES, SEED = 23, 7
+IMAGES, HELD_OUT, SEED = 23, 3, 7  # Of 4 processes, one has nothing to evaluate.
 
 
-def draw(images: list[np.ndarray], place: int, image: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(a noisy image, its noise, its time): those of a place of the stream, at which there is this image."""
-    random = np.random.default_rng([SEED, place])
+def draw(images: list[np.ndarray], place: int, image: int, data: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """(a noisy image, its noise, its time): those of a place of the stream of a data set, where this image is."""
+    random = np.random.default_rng([SEED, data, place])
     noise, time = random.standard_normal(64), int(random.integers(1000))
 
     def squared_cosine(time: float) -> float:
@@ -50,10 +50,10 @@ def task(tmp_path_factory, diffusion):
     """The fork, its config, and the plain loop's result for it."""
     folder = tmp_path_factory.mktemp("task")
     forks.make(folder / "fork", forks.DIFFUSION, MODULE)
-    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, 64))
+    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES + HELD_OUT, 64))
     pixels[:, 24:40] = 255  # Something to find: a bright stripe.
-    datasets.Dataset.from_dict({"pixels": pixels.tolist()}).save_to_disk(folder / "images")
-    datasets.Dataset.from_dict({"pixels": pixels[:9].tolist()}).save_to_disk(folder / "held-out")
+    datasets.Dataset.from_dict({"pixels": pixels[:IMAGES].tolist()}).save_to_disk(folder / "images")
+    datasets.Dataset.from_dict({"pixels": pixels[IMAGES:].tolist()}).save_to_disk(folder / "held-out")
     torch.manual_seed(1)
     diffusion.Denoiser(diffusion.DenoiserConfig()).save_pretrained(folder / "start")
     config = tiny_config(folder / "text")
@@ -63,14 +63,15 @@ def task(tmp_path_factory, diffusion):
     config["data"]["eval_source"] = {"path": str(folder / "held-out")}
     config["model"] = {"pretrained": str(folder / "start")}
     images, order = list(pixels / 127.5 - 1), shuffled(SEED, IMAGES, 200)
-    held_out = [draw(images[:9], place, image) for place, image in enumerate(shuffled(SEED, 9, 9))]
+    places = enumerate(shuffled(SEED, HELD_OUT, HELD_OUT))
+    held_out = [draw(images[IMAGES:], place, image, data=1) for place, image in places]
     did = train_reference(
         config,
         lambda step: [draw(images, place, order[place]) for place in range(10 * step - 10, 10 * step)],
         kind=diffusion.Denoiser,
         summed_loss=summed_loss,
     )
-    did.eval_losses[20] = float(summed_loss(did.model, held_out)[0]) / (9 * 64)
+    did.eval_losses[20] = float(summed_loss(did.model, held_out)[0]) / (HELD_OUT * 64)
     assert np.mean(did.losses[-3:]) < np.mean(did.losses[:3]) / 1.2
     return folder / "fork" / "train.py", config, did
 
@@ -80,6 +81,7 @@ def check(done: Done, task, diffusion) -> None:
     did.check(done)
     assert done.logged("train/target_tokens") == [640 * step for step in range(1, 21)]
     assert done.logged("eval/loss")[-1] == pytest.approx(did.eval_losses[20], rel=1e-5)
+    # Nothing is missing in the file, or left over.
     exported = diffusion.Denoiser.from_pretrained(done.folder / "model")
     assert difference(exported.state_dict(), done.weights) == 0
 
