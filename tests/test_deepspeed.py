@@ -325,9 +325,9 @@ def test_refused_launches(launched, message):
         strategy(**{"zero": {}} | launched).check()
 
 
-@pytest.mark.parametrize("way", ["SP", "CP"])
-def test_refused_with_shared_rows(monkeypatch, way):
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", "2")
+@pytest.mark.parametrize("size", ["PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_CP_SIZE"])
+def test_refused_with_shared_rows(monkeypatch, size):
+    monkeypatch.setenv(size, "2")
     with pytest.raises(UserError, match="sequence, context, tensor or pipeline parallelism"):
         strategy({}).check()
 
