@@ -141,8 +141,10 @@ class Tests:
         return False
 
     def is_choice(self, node: ast.Constant) -> bool:
-        """Whether this is a value that is gone: in {"format": "chat"}, or after "--data.format"."""
+        """Whether this is a value that is gone: in {"format": "chat"}, in format="chat", or after "--data.format"."""
         match node.parent:
+            case ast.keyword(arg=setting):
+                pass
             case ast.Dict(keys=keys, values=values) if node in values:
                 setting = constant(keys[values.index(node)])
             case ast.Tuple(elts=words) | ast.List(elts=words) | ast.Call(args=words) if node in words[1:]:
