@@ -310,6 +310,18 @@ def test_weights_that_no_text_uses(tmp_path):
     assert difference(launch(tmp_path, config, "fsdp2").weights, one.weights) < 1e-5
 
 
+@pytest.mark.slow
+def test_an_embedding_that_is_to_stay_with_others(tmp_path):
+    """As in a BERT. Its output layer has the weight of the embedding, and a bias that is another module's, too."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 3, 0
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config["model"] = {"architecture": {"model_type": "bert", "is_decoder": True, **size}}
+    one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
+    assert_same(launch(tmp_path, config, "fsdp2"), one)
+
+
 def test_a_model_without_the_layers_that_are_to_be_sharded(tmp_path):
     """FSDP2 would gather all of it at once."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))

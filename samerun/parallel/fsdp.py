@@ -16,10 +16,17 @@ from samerun.model.outline import unsplit_modules
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that are sharded one by one. What holds the embedding, as in a BERT, is none of them: the output
+    layer may have the same weight, and both must be sharded together."""
+    embedding = model.get_input_embeddings()
+    return [module for module in unsplit_modules(model) if embedding not in module.modules()]
+
+
 def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """FSDP2 among the ranks of a mesh that have the same part of the model. The weights of others are on meta."""
     elsewhere = {parameter for parameter in model.parameters() if parameter.is_meta}
-    for module in [*unsplit_modules(model), model]:
+    for module in [*layers_of(model), model]:
         fully_shard(module, mesh=mesh, ignored_params=elsewhere, **options)
 
 
@@ -27,7 +34,7 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
     """The classes that Accelerate is to shard one by one: it refuses those that the model lacks, and transformers may
     name such ones, as for Gemma 3. Raises UserError if there are none, because all would be gathered at once."""
     named = set(model._no_split_modules or [])
-    present = {type(module).__name__ for module in unsplit_modules(model)}
+    present = {type(module).__name__ for module in layers_of(model)}
     advice = "name them in fsdp_transformer_layer_cls_to_wrap of the launcher file"
     require(present or not named, f"launch: FSDP2 finds no layers called {', '.join(sorted(named))}; {advice}")
     return sorted(present)
@@ -35,12 +42,12 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
 
 @contextmanager
 def whole_embeddings(model: torch.nn.Module):
-    """While Accelerate shards a model whose output layer has the weight of the input embedding within an adapter, hide
-    both layers, so that they stay together. With the adapter in between, it does not see that they share the weight."""
+    """While Accelerate shards a model whose output layer has the weight of the input embedding, hide both layers where
+    it does not see all that is shared, so that they stay together: within an adapter, or with a bias, as of a BERT."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
     with ExitStack() as hidden:
-        if are_tied and layers[0].weight is not layers[1].weight:
+        if are_tied and (layers[0].weight is not layers[1].weight or getattr(layers[1], "bias", None) is not None):
             for name in "get_input_embeddings", "get_output_embeddings":
                 hidden.enter_context(patched(model, name, lambda: None))
         yield

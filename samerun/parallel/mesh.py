@@ -111,7 +111,7 @@ class Parallelism:
             self.plugin.mixed_precision_policy = BF16_POLICY
         if self.plugin.transformer_cls_names_to_wrap is None:
             self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
-        with whole_embeddings(model) if self.config.model.lora else nullcontext():
+        with whole_embeddings(model):
             wrapped, *_ = self.accelerator.prepare(model, *optimizers)
         fill_weights(model, self.accelerator.device)  # After Accelerate has sharded their placeholders.
         return wrapped

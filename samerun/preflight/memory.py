@@ -21,9 +21,9 @@ from samerun.data.rows import longest_row
 from samerun.errors import as_user_error, require
 from samerun.model.build import number_of_experts, outlined_model, vocabulary_size
 from samerun.model.loss import joins_documents, wants_chunks
-from samerun.model.outline import unsplit_modules
 from samerun.model.small import with_layers
 from samerun.optim import hidden_matrices
+from samerun.parallel.fsdp import layers_of
 from samerun.parallel.layout import Layout, check_combination, check_layers_and_heads, layout_of, uses_fsdp
 from samerun.parallel.mesh import check_divisible
 from samerun.parallel.rows import part_of_row
@@ -403,7 +403,7 @@ def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: floa
     def bytes_in(module: torch.nn.Module) -> float:
         return sum(one.numel() * (0.5 if one in rounded else size) for one in module.parameters())
 
-    layers = unsplit_modules(model)
+    layers = layers_of(model)
     require(layers, "transformers does not name its layers, which FSDP2 gathers")
     sizes = [bytes_in(module) for module in layers]
     others = bytes_in(model) - size * absent - sum(sizes)
