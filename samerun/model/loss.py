@@ -82,6 +82,9 @@ def joins_documents(model: torch.nn.Module) -> bool:
 def model_inputs(model: torch.nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """What the model's forward() takes."""
     if model.config._attn_implementation != DOCUMENTS:
+        whole = not (batch.documents and batch.documents.row_ranks)
+        advice = "first call its set_attn_implementation() with config._attn_implementation of the trained model"
+        require(whole, f"model_inputs: ranks share rows, of which another model would see a part; {advice}")
         batch = in_one_row(batch)  # As the kernels behind transformers' words for documents want it.
     names = ("input_ids", "inputs_embeds", "position_ids", "documents")
     inputs = {name: value for name in names if (value := getattr(batch, name)) is not None}

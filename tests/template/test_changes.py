@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from helpers import ROOT, difference, launch, run, tiny_config
 from reference import adamw, shuffled, summed_loss, train_reference
 from safetensors.torch import load_file
@@ -160,6 +161,53 @@ def token_loss(logits, targets):
 """
 IN_ANOTHER_ORDER = BY_KIND.format(instead="dict(reversed(sums.items()))")
 SOME_ONLY = BY_KIND.format(instead='{"of_high": sums["of_high"]}')
+
+
+TEACHER = """
+def loss_function(config):
+    from transformers import AutoModelForCausalLM
+    from samerun.model.loss import add_up_terms, model_inputs
+    from samerun.model.outline import unwrapped
+
+    teacher = AutoModelForCausalLM.from_pretrained(config.model.pretrained)
+
+    def loss_of(wrapped, batch, chunked=False):
+        model = unwrapped(wrapped)
+        found = wrapped(**model_inputs(model, batch)).logits.flatten(0, 1)
+        {attention}
+        with torch.no_grad():
+            wanted = (2 * teacher(**model_inputs(teacher, batch)).logits.flatten(0, 1)).softmax(1)[:, : found.shape[1]]
+        loss = torch.nn.functional.cross_entropy(found, wanted, reduction="none") * (batch.targets.flatten() != -100)
+        return loss.sum(), add_up_terms({{"loss": loss}}, batch.source_ends)
+
+    return loss_of
+"""
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_rows_ranks_share(task, tmp_path):
+    """With transformers' own attention it would see a rank's part of each row, and teach something else in silence."""
+    config, rows_of, _ = task
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+
+    def summed(model, rows):
+        total, targets = 0, 0
+        for row in rows:
+            ids, known = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:] != -100
+            with torch.no_grad():
+                wanted = torch.softmax(2 * teacher(input_ids=ids).logits[0, :-1][known], 1)
+            total -= (wanted * torch.log_softmax(model(input_ids=ids).logits[0, :-1][known], 1)).sum()
+            targets += int(known.sum())
+        return total, targets
+
+    did = train_reference(config, rows_of, summed_loss=summed)
+    how = {"processes": 2, "env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "warm": True}
+    refused = launch(tmp_path, config, script=fork(tmp_path, TEACHER.format(attention="")), expect=None, **how)
+    [message] = re.findall("^error: .*", refused.output, re.M)
+    assert message.startswith("error: model_inputs: ranks share rows, of which another model would see a part; first")
+    given = "teacher.set_attn_implementation(model.config._attn_implementation)"
+    script, again = fork(tmp_path, TEACHER.format(attention=given)), ("--run.output_dir", tmp_path / "again")
+    did.check(launch(tmp_path, config, *again, script=script, **how))
 
 
 def test_metrics_that_some_calls_leave_out_are_refused(task, tmp_path, monkeypatch):
