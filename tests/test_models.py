@@ -423,6 +423,12 @@ def test_flops_that_cannot_be_counted_end_no_run(tmp_path):
     assert set(done.logged("perf/mfu")) == {None}
 
 
+def test_flops_of_a_model_of_another_task(capsys):
+    """Of a fork, which then need not count them. An encoder, in this case."""
+    assert np.isnan(flops_per_token(transformers.AutoConfig.for_model("modernbert"), None, 8))
+    assert "MFU is not known: FLOPs cannot be counted for this modernbert: Unrecog" in capsys.readouterr().out
+
+
 def test_flops_of_a_mixture():
     """Each expert that a token takes is three matrices of 32 x 48 in both layers, forward and twice backward."""
     flops = []

@@ -366,22 +366,22 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     if not is_main_process():
         return math.nan
     works_without_storage = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **works_without_storage)
-        if model._supports_attention_backend and has_known_layers(model):
-            transformers.AttentionInterface.register("counted", counted_attention)
-            model.set_attn_implementation("counted")
-        if lora is not None:
-            model = add_lora(model, lora)
     counter = FlopCounterMode(display=False)
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **works_without_storage)
+            if model._supports_attention_backend and has_known_layers(model):
+                transformers.AttentionInterface.register("counted", counted_attention)
+                model.set_attn_implementation("counted")
+            if lora is not None:
+                model = add_lora(model, lora)
         with fake, counter:
             model.to_empty(device="cpu")
             ids = torch.ones(1, length, dtype=torch.long)
             model(input_ids=ids, use_cache=False).logits.sum().backward()
-    except Exception as error:  # Such as a rope that asks how long the row is. Only a figure needs this pass.
-        say(f"MFU is not known: FLOPs cannot be counted for this {found.model_type}: {one_line(error)}")
+    except Exception as error:  # Of a rope that asks how long the row is, or a fork's model. Only a figure needs this.
+        say(f"MFU is not known: FLOPs cannot be counted for this {found.model_type}: {one_line(error)[:200]}")
         return math.nan
     return counter.get_total_flops() / length
 
