@@ -439,6 +439,16 @@ def test_generation_blocks_whose_text_is_written_later(made, tmp_path, way):
     assert pieces[1::2] == answers and "".join(pieces[::2]) == "".join(told)
 
 
+def test_generation_blocks_that_later_messages_take_away(made, tmp_path):
+    """With them, the block that begins after the first two messages is no longer the one of the first answer."""
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    block = "{% if loop.length < 4 %}" + block + "{% else %}{{ m.content }}{% endif %}"
+    (tmp_path / "template").write_text("{% for m in messages %}{{ m.role }}: " + block + "{% endfor %}")
+    row = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d", {"weight": 0}))
+    with pytest.raises(UserError, match="the generation blocks of the chat template do not tell which turn is to be"):
+        made([row], chat_template=str(tmp_path / "template"))
+
+
 def test_only_generation_blocks_mark_turns():
     assert not marks_turns(
         "{% autoescape false %}{% for m in messages %}{{ m.content }}{% endfor %}{% endautoescape %}"

@@ -236,6 +236,28 @@ def test_how_a_folder_says_that_it_is_to_be_read(tmp_path, readme, name, content
     assert load_source(Source(path=str(tmp_path)))["text"][:] == found
 
 
+def test_a_field_that_a_file_does_not_have(tmp_path):
+    (tmp_path / "a.json").write_text('{"lines": [{"text": "one"}]}')
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: a.json, field: rows}]\n---\n")
+    with pytest.raises(UserError, match=f"cannot load {tmp_path}: ValueError: it has no field 'rows'"):
+        load_source(Source(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "kind, good, bad, problem",
+    [
+        ("jsonl", '{"text": "one"}\n', '{"text": "two"}\n{"text": \n', "ValueError: line 2 is no JSON"),
+        ("csv", "text\none\n", "text\none, two\n", "ParserWarning: Length of header"),
+    ],
+)
+def test_the_bad_file_of_a_folder_is_named(tmp_path, kind, good, bad, problem):
+    for name in "ac":
+        (tmp_path / f"{name}.{kind}").write_text(good)
+    (tmp_path / f"b.{kind}").write_text(bad)
+    with pytest.raises(UserError, match=f"^data: cannot load {tmp_path}/b.{kind}: {problem}"):
+        load_source(Source(path=str(tmp_path)))
+
+
 def test_types_in_the_readme_of_a_folder_change_no_value(tmp_path):
     """datasets writes them there with push_to_hub. It would give both messages both keys."""
     rows = [{"text": "2024-05-01", "calls": [{"x": 1}, {"y": 1e-12}]}]

@@ -24,7 +24,7 @@ import pandas as pd
 from samerun.config import Source
 from samerun.data import text_files
 from samerun.data.stdlib_chats import write_stdlib_chats
-from samerun.errors import as_user_error, require, say
+from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import are_as_noted, note_files, real_path, replace_file, stamp
 
 
@@ -140,19 +140,27 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
     """All rows of a source. `note` gets what to tell of it."""
     if source.files:
         return load_files(list_files(source.files))
-    with as_user_error(f"data: cannot load {source.path}", source.path):
+    problem = f"data: cannot load {source.path}"
+    with as_user_error(problem, source.path):
         folders = saved_folders(source)
         if folders:
             return load_saved(folders, source.split)
         builder = datasets.load_dataset_builder(source.path, source.name)
-        local = local_files(builder)
-        if local:
-            if builder.config.name.startswith("default"):  # Otherwise the folder has a README that names its files.
-                note_unread_files(source.path, local, note)
-            cache = usable_cache(local)
+        files = local_files(builder)
+        has_readme = not builder.config.name.startswith("default")  # It names the files.
+        if files:
+            if not has_readme:
+                note_unread_files(source.path, files, note)
+            cache = usable_cache(files)
             builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
             builder = text_files.leaving_texts(builder, cache)
-        return read(builder, source.split)
+    try:
+        with as_user_error(problem, source.path):
+            return read(builder, source.split)
+    except UserError:
+        if files and not has_readme and not os.path.exists(builder.cache_dir):
+            load_files(files)  # Says which of them is wrong.
+        raise
 
 
 def place_of_row(documents: datasets.Dataset, source: Source, row: int) -> str:
