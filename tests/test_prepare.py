@@ -13,6 +13,7 @@ import psutil
 import pytest
 import transformers
 from fake_hub import FakeHub
+from filelock import FileLock
 from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, training_rows, write_config
 from test_finetune import byte_tokenizer
 
@@ -180,6 +181,24 @@ def test_a_killed_launch_is_continued(tmp_path):
     index = json.loads(next((tmp_path / "cache").glob("train-index/*/index.json")).read_text())
     tokens = [row for file, _ in index["token_files"] for row in datasets.Dataset.from_file(file)["input_ids"]]
     assert tokens == [tokens_of(text * 9) for text in written]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [["--prepare"], []])
+def test_one_launch_at_a_time_prepares_data(tmp_path, mode):
+    """The other one says that it waits, and goes on afterwards."""
+    config = {"run": {"max_steps": 1, "output_dir": str(tmp_path / "run")}, "batch": {"global_batch_size": 1}}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config["model"] = {"architecture": {"model_type": "llama", **shape}}
+    config["data"] = source_of(tmp_path, [{"text": "abcdefghi"}]) | {"sequence_length": 16}
+    (tmp_path / "cache").mkdir()
+    with FileLock(tmp_path / "cache" / "train.lock"):
+        environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        process = start(tmp_path, config, *mode, processes=None, env=environment)
+        assert any("Another launch prepares data in the same cache." in line for line in process.stdout)
+        assert not files_in(tmp_path / "cache")
+    process.stdout.read()
+    assert process.wait() == 0 and files_in(tmp_path / "cache")
 
 
 # --prepare ------------------------------------------------------------------------------------------------------------
