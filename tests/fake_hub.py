@@ -104,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, folder: Path, lines: list[dict]) -> None:
         for line in lines:
             value = line["value"]
+            if "path" in value:
+                (folder / value["path"]).parent.mkdir(parents=True, exist_ok=True)
             if line["key"] == "header":
                 self.hub.commits.append(value["summary"])
             elif line["key"] == "file":

@@ -43,6 +43,10 @@ def as_read(folder: Path, **more) -> Config:
     return Config.model_validate(config)
 
 
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
 def commits(monkeypatch) -> list[str]:
     """The messages of the commits to a Hub that does nothing else."""
@@ -142,15 +146,17 @@ def test_model_and_card(tmp_path):
     assert len(re.findall("^run.hub failed: .*", done.output, re.M)) == 1 and "Traceback" not in done.output
     assert done.output.count("hf auth login") == 1
 
+    model = done.folder / "model"
+    (model / "additional_chat_templates").mkdir()  # As of a tokenizer that has several.
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     with FakeHub({"models/me/tiny": pushed}, made=tmp_path / "hub") as hub:
         again = push(tmp_path, config, hub)
         assert "Finished already" in again.output and hub.commits == ["Step 6"]
         assert hub.is_private == {"me/tiny": True}
         assert f"Pushed: step 6 to {hub.environment['HF_ENDPOINT']}/me/tiny" in again.output
         assert "Finished already" in push(tmp_path, config, hub).output and len(hub.commits) == 1
-    model = done.folder / "model"
-    names = {path.name for path in model.iterdir()}
-    assert {path.name for path in pushed.iterdir()} == names | {"README.md", "curves.png", "notes.md"}
+    names, found = files_in(model), files_in(pushed)
+    assert found == names | {"README.md", "curves.png", "notes.md"} and len(names) > 4
     assert all((pushed / name).read_bytes() == (model / name).read_bytes() for name in names)
     card = ModelCard.load(pushed / "README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None

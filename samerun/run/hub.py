@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -78,9 +79,9 @@ def push(model: Path, config: Config, step: int) -> None:
     api = huggingface_hub.HfApi()
     made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for file in [*model.iterdir(), run / "curves.png"]:
-            if file.exists():
-                (Path(folder) / file.name).symlink_to(file.resolve())
+        shutil.copytree(model.resolve(), folder, copy_function=os.symlink, dirs_exist_ok=True)
+        if (run / "curves.png").exists():
+            (Path(folder) / "curves.png").symlink_to((run / "curves.png").resolve())
         card = Path(folder) / "README.md"
         card.unlink(missing_ok=True)  # peft writes one.
         card.write_text(model_card(run, config, step))
