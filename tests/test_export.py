@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 import train
 from samerun.config import Config, Model, Run
+from samerun.model.tokenizer import byte_tokenizer
 from samerun.run import export
 from samerun.run.export import export_dtype, without_storage, write_weights
 
@@ -332,6 +333,21 @@ def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, kind):
     output = exported(done, config, tmp_path, "last").output
     assert "step-00000002" in output and str(tmp_path / "out") in output
     assert_same_model(tmp_path / "out", done.folder / "model")
+
+
+def test_several_chat_templates_are_replaced_with_the_model(tmp_path):
+    """transformers puts those beside the default into a folder. Other folders are not a model's."""
+    config = tiny_config(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ messages }} {{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config["data"]["tokenizer"] = str(tmp_path / "tokenizer")
+    settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
+    done = run(tmp_path, config, *settings)
+    for _ in range(2):
+        exported(done, config, tmp_path, "last", *settings)
+        (found,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
+        assert [path.name for path in found.iterdir()] == ["tool_use.jinja"]
 
 
 @pytest.fixture(scope="module")

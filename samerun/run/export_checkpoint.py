@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.metadata import Metadata
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from samerun.cli import Export
 from samerun.config import FROZEN, Config, flatten
@@ -150,7 +151,8 @@ def check_replaceable(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     require(folder.is_dir() and not folder.is_symlink(), f"--to: {folder} is there, and no folder; name another one")
-    others = [path.name for path in folder.iterdir() if path.is_dir() or path.suffix not in OF_A_MODEL]
+    files = [path for path in folder.iterdir() if path.name != CHAT_TEMPLATE_DIR]
+    others = [path.name for path in files if path.is_dir() or path.suffix not in OF_A_MODEL]
     require(not others, f"--to: {folder} also holds {min(others, default='')}; name another folder")
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     is_free = (has_config and any(folder.glob("*.safetensors"))) or not os.listdir(folder)
