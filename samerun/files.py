@@ -75,7 +75,7 @@ def replace_file(path: Path, text: str, lasting: bool = True, draft: Path | None
     draft = draft or path.with_name(f".{path.name}.tmp")
     if text and not text.endswith("\n"):
         text += "\n"
-    draft.write_text(text)
+    draft.write_text(text, "utf-8")
     if lasting:
         sync(draft)
     os.replace(draft, path)

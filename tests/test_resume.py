@@ -418,6 +418,17 @@ def test_run_folder(whole):
     assert "Finished already" in run(done.folder.parent, resolved).output
 
 
+def test_what_a_run_writes_is_utf8_whatever_the_locale(tmp_path):
+    """On some clusters that is Latin-1, or ASCII alone."""
+    rows = write_rows(tmp_path / "named", [{"größe": row["input_ids"]} for row in make_rows([24] * 10)])
+    config = tiny_config(tmp_path)
+    config["data"] = {"path": str(rows), "column": "größe", "format": "tokens", "sequence_length": 24}
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
+    done = launch(tmp_path, config, *settings, processes=None, env=ascii_alone)
+    assert yaml.safe_load((done.folder / "config.yaml").read_bytes())["data"]["column"] == ["größe"]
+
+
 def test_status_while_the_run_goes_on(tmp_path, monkeypatch):
     """Before each step: the last one that was logged, and who is at it."""
     seen, train_step = [], train.train_step

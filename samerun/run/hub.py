@@ -84,7 +84,7 @@ def push(model: Path, config: Config, step: int) -> None:
             (Path(folder) / "curves.png").symlink_to((run / "curves.png").resolve())
         card = Path(folder) / "README.md"
         card.unlink(missing_ok=True)  # peft writes one.
-        card.write_text(model_card(run, config, step))
+        card.write_text(model_card(run, config, step), "utf-8")
         told = api.upload_folder(
             repo_id=made.repo_id,
             folder_path=folder,
