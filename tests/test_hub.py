@@ -103,6 +103,15 @@ def test_a_folder_of_any_name(tmp_path, monkeypatch, name):
     assert pushed == [6]
 
 
+def test_samples_are_not_in_the_card(tmp_path):
+    """Their lines would end its table, and be read as its own."""
+    config = as_read(tmp_path / "run")
+    line = {"step": 4, "eval/sample_0": "a | b\n\n# c", "eval/loss": 1.5, "plan/precision": "no"}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    card = room.model_card(tmp_path / "run", config, 4)
+    assert "| plan/precision | no |\n| eval/loss | 1.5 |\n\n" in card and "# c" not in card
+
+
 def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
     """All evaluations have the same loss, so that is the first one."""
     pushed = []

@@ -109,7 +109,8 @@ def model_card(run: Path, config: Config, step: int) -> str:
             plan |= {name: value for name, value in line.items() if name.startswith("plan/")}
     table = ""
     for name, value in (plan | metrics).items():
-        if value is not None:
+        is_sample = name.startswith("eval/") and isinstance(value, str)  # Its lines would end the table.
+        if value is not None and not is_sample:
             shown = f"{value:.6g}" if isinstance(value, float) else value
             table += f"| {name} | {shown} |\n"
     settings = config.model_dump(mode="json", exclude={"run": SECRET})
