@@ -55,9 +55,10 @@ def as_user_error(what: str, name: str | None = None):
         if is_full(cause) or "temporary directory" in str(cause):
             raise cause from error  # What the user named is not to blame.
         hint = ""
-        if name and not os.path.exists(name) and (name.count("/") > 1 or name[0] in "./"):  # No name on the Hub.
+        is_missing = name and not os.path.exists(name) and not isinstance(cause, UserError)  # That says what to do.
+        if is_missing and (name.count("/") > 1 or name[0] in "./"):  # No name on the Hub.
             hint = f"; there is no folder {name}, seen from {os.getcwd()}"
-        elif name and not os.path.exists(name):
+        elif is_missing:
             hint = "; check the name, `hf auth login` if it is private or gated, or give a local folder without network"
         raise UserError(f"{what}: {reason(cause)[:9000]}{hint}") from error
 

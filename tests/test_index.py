@@ -479,6 +479,26 @@ def test_a_prepared_cache_on_a_read_only_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ({"path": "me/texts"}, "it is read-only, and lacks what --prepare makes of these data"),
+        ({"files": "{stdlib_chats}"}, "PermissionError: "),
+    ],
+)
+def test_a_read_only_cache_that_nobody_has_prepared(tmp_path, source, found):
+    config, cache = tiny_config(tmp_path), tmp_path / "cache"
+    cache.mkdir(mode=0o555)
+    config["data"] = {**source, "sequence_length": 8, "tokenizer": "bytes"}
+    script = "-c", WITHOUT_OVERRIDE, ROOT / "train.py"
+    env = {"HF_DATASETS_CACHE": str(cache)}
+    output = launch(tmp_path, config, processes=None, env=env, script=script, expect=2).output
+    advice = "cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"
+    assert f"the cache of data sets, {cache}, {advice}: {found}" in output and "hf auth" not in output
+
+
+@pytest.mark.slow
 def test_all_processes_and_launches_share_one(tmp_path):
     """Two processes make it once, and three find it."""
     config = tiny_config(tmp_path)

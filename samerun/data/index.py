@@ -19,7 +19,7 @@ from samerun.data.documents import hold_out, kept_rows, load_documents, take
 from samerun.data.order import ORDER, as_int32, running_sum
 from samerun.data.overlap import are_among, hash_documents
 from samerun.data.rows import Dataset, all_sizes, checksum_of_rows
-from samerun.data.sources import cannot_use, data_cache, hashed_key, identity_of, is_read_only
+from samerun.data.sources import data_cache, hashed_key, identity_of, require_writable
 from samerun.data.token_files import (
     TokenFile,
     as_dataset,
@@ -275,8 +275,7 @@ def load_rows(
     tokens = cache / "train-tokens" / tokens_key
     index = read_index(folder)
     if index is None:
-        lacks = "it is read-only, and lacks what --prepare makes of these data"
-        require(not is_read_only(cache), f"{cannot_use(cache)}: {lacks}")
+        require_writable(cache)
         delete(folder)
         folder.mkdir(parents=True)
         try:

@@ -58,7 +58,8 @@ def full_pattern(pattern: str) -> str:
     if pattern.startswith("!"):
         return f"!{full_pattern(pattern[1:])}"
     if pattern == "{stdlib_chats}":
-        return write_stdlib_chats()
+        with as_user_error(cannot_use(data_cache())):
+            return write_stdlib_chats()
     return os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
 
 
@@ -134,6 +135,11 @@ def is_read_only(cache: Path) -> bool:
 
 def cannot_use(cache: Path) -> str:
     return f"the cache of data sets, {cache}, cannot be used; set HF_HOME or HF_DATASETS_CACHE to another one"
+
+
+def require_writable(cache: Path) -> None:
+    lacks = "it is read-only, and lacks what --prepare makes of these data"
+    require(not is_read_only(cache), f"{cannot_use(cache)}: {lacks}")
 
 
 def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.Dataset:
@@ -284,8 +290,9 @@ def identity_of_path(path: str, name: str | None) -> list[Any]:
             return [os.path.relpath(builder.cache_dir, empty), stamps_of(local_files(builder))]
     cache = data_cache()
     note = cache / "train-sources" / f"{hashed_key(path, name)}.json"
-    if is_read_only(cache):  # datasets would want to write here even to know it.
+    if is_read_only(cache) and note.exists():
         return json.loads(note.read_text())
+    require_writable(cache)  # datasets would want to write here even to know it.
     identity = [os.path.relpath(datasets.load_dataset_builder(path, name).cache_dir, cache)]
     note.parent.mkdir(parents=True, exist_ok=True)
     replace_file(note, json.dumps(identity))
