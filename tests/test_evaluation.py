@@ -284,13 +284,16 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, kind):
 
 
 def test_bytes_alone_have_the_loss_in_bits(several, tmp_path):
-    """Without end of text, each target of the bytes tokenizer is a byte."""
+    """Without end of text, each target of the bytes tokenizer is a byte. A text of special tokens alone has none."""
     rows = [{"input_ids": [token % 256 + 3 for token in range(n, n + 20)]} for n in range(8)]
     config = tiny_config(tmp_path)
     config["run"]["max_steps"] = 2
     config["optim"]["warmup_steps"] = 0
-    config["data"]["eval_source"]["path"] = str(write_rows(tmp_path / "bytes", rows))
+    paths = {"bytes": write_rows(tmp_path / "bytes", rows)}
+    paths["none"] = write_rows(tmp_path / "none", [{"input_ids": [0, 1, 2] * 4}])
+    config["data"]["eval_source"] = {name: {"path": str(path)} for name, path in paths.items()}
     last = run(tmp_path, config).metrics[-2]
+    assert "eval/none/loss" in last and "eval/none/bits_per_byte" not in last
     assert last["eval/bits_per_byte"] == pytest.approx(last["eval/loss"] / math.log(2), rel=1e-12)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -215,14 +216,23 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
 
 
 def test_what_is_measured_of_two_devices(tmp_path):
-    """The same FLOPs in a second are half of the MFU. The memory is in GiB: Python with torch takes some tenths."""
+    """The same FLOPs in a second are half of the MFU. The memory is in GiB: Python with torch takes some tenths.
+
+    A token costs 6 FLOPs per parameter of a matrix, forward and backward, and 12 per dimension and token that attention
+    lets it see, which is as many as its own document has: on average over the tokens, not over the documents."""
     config, parts = tiny_config(tmp_path), []
     config["optim"]["warmup_steps"] = 0
+    lengths = np.array([len(row["input_ids"]) for row in datasets.load_from_disk(config["data"]["path"])])
+    seen = (lengths**2).sum() / lengths.sum()
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64  # q and o; k and v of 2 of the 4 heads; the three of the MLP.
+    flops = 6 * (2 * layer + 384 * 32) + 12 * 2 * 32 * seen
     for processes in 1, 2:
         settings = "--perf.peak_tflops", 1, "--run.max_steps", 2, "--run.output_dir", tmp_path / str(processes)
         done = launch(tmp_path, config, *settings, processes=processes, warm=True)
         [_, last] = [line for line in done.metrics if "perf/mfu" in line]
         parts.append(last["perf/mfu"] * last["perf/step_seconds"])
+        per_second = last["perf/mfu"] * processes * 1e12
+        assert per_second / last["perf/real_tokens_per_second"] == pytest.approx(flops, rel=0.01)
         assert 0.05 < last["perf/peak_memory_gib"] < 50
     assert parts[0] == pytest.approx(2 * parts[1])
 

@@ -1,6 +1,7 @@
 """A run that is stopped in any way and continued on any number of processes is the run that was never stopped."""
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -208,6 +209,22 @@ def test_lines_that_are_not_on_a_terminal_say_how_long(whole):
     ends = [re.search(r"  epoch ([\d.]+)(  (\d\d:\d\d) left)?$", line).groups() for line in lines]
     assert len(lines) == 30 and ends[0][2] is None and ends[-1][2] == "00:00" and all(end[2] for end in ends[1:])
     assert [float(epoch) for epoch, *_ in ends] == pytest.approx([10 * step / 23 for step in STEPS], rel=1e-3)
+    assert "%|" not in output
+
+
+def test_a_terminal_has_a_progress_bar(again, monkeypatch):
+    """Of all steps, those of earlier launches as well. Its first state and its last one are always shown."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(io, "StringIO", Terminal)  # Where run() lets it print.
+    config, before = again
+    output = run(before.folder.parent, config, "--run.max_steps", 33).output
+    bars = re.findall(r"(\d+)%\|[^|]*\| (\d+)/(\d+) \[", output)
+    assert bars[0] == ("91", "30", "33") and bars[-1] == ("100", "33", "33")  # 30 / 33 = 90.9 %
+    assert "train/loss" in output and "  epoch " not in output and " left\n" not in output  # Which the bar tells.
 
 
 @pytest.mark.parametrize("during", ["start_accelerator", "build_setup"])
@@ -1043,7 +1060,7 @@ def test_the_best_is_kept_and_exported(tmp_path):
         assert difference(done.weights, saved) == 0 and f"({best})" in done.output
     assert names[12] == names[20]  # Otherwise the second launch has nothing to remember.
     config["run"] |= {"max_steps": 20, "keep_best": False, "output_dir": str(tmp_path / "last")}
-    last = run(tmp_path, config)
+    last = run(tmp_path, config, "--run.keep_checkpoints", 9)  # An evaluation saves nothing by itself.
     assert last.checkpoints == ["step-00000020"] and difference(last.weights, done.weights) > 1e-3
     # It is not asked for any more: the last step is exported again.
     config["run"] |= {"max_steps": 20, "output_dir": str(done.folder)}
