@@ -24,7 +24,7 @@ from samerun.errors import UserError
 from samerun.plan import Plan, pipeline_bubble
 from samerun.preflight.host import memory_per_host
 from samerun.preflight.memory import TRACED, PlannedLaunch, memory_per_device
-from samerun.preflight.planning import planned_model, say_memory, what_fits
+from samerun.preflight.planning import planned_model, say_host_memory, say_memory, what_fits
 
 # rows, processes, limit, tokens per row, group -> data-parallel ranks, rows per micro-batch, micro-steps
 TABLE = {
@@ -390,6 +390,9 @@ def test_plan_refuses_what_the_launch_would(plans, monkeypatch):
     assert plans(4)[0]
     _, printed = plans(4, status=2, optim={"name": "muon"})
     assert "parallelism_config_tp_size 2: cannot be combined with optim.name muon" in printed
+    set_fsdp2(monkeypatch)
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert "launch: FSDP is not supported; take another file of accelerate_configs/" in plans(4, status=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -430,6 +433,22 @@ def test_plan_counts_processes_without_a_row(plans, monkeypatch, group, counts, 
     _, printed = plans(*counts)
     found = re.findall(r"^Idle: ([\d,]+) of ([\d,]+) processes have no row .* at most (\d+) processes", printed, re.M)
     assert [tuple(map(int, line)) for line in found] == [(idle[count], count, 16 * group) for count in idle]
+
+
+def test_plan_counts_processes_without_a_row_in_the_smallest_batch(plans):
+    """The steps of batch.warmup have 6 rows for 16 processes, and the others 16."""
+    _, printed = plans(16, batch={"warmup": [{"steps": 5, "rows": 6}]})
+    assert re.search("^Idle: 10 of 16 processes have no row ", printed, re.M)
+
+
+def test_plan_reads_the_layers_of_a_model_that_is_here(tmp_path, monkeypatch):
+    """Of its config.json alone: there are no weights, and no data."""
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path / "model")
+    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 8}}
+    config |= {"data": {"path": "absent", "format": "tokens"}, "model": {"pretrained": str(tmp_path / "model")}}
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "8")
+    output = run(tmp_path, config, "--plan", 8, expect=2).output
+    assert "parallelism_config_tp_size 8: must divide the 4 attention heads" in output
 
 
 def test_plan_counts_tokens_where_the_config_does(plans):
@@ -856,6 +875,25 @@ def test_memory_takes_the_launcher_file_into_account(tmp_path):
     assert "GiB per device, FSDP2, mixed precision bf16" in output
 
 
+@pytest.mark.parametrize(
+    "what, variables",
+    [
+        ("float8", {"ACCELERATE_MIXED_PRECISION": "fp8"}),
+        ("DeepSpeed", {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        ("fsdp_offload_params", {"FSDP_OFFLOAD_PARAMS": "true"}),
+    ],
+)
+def test_memory_by_a_launcher_file_for_which_it_is_not_known(monkeypatch, capsys, what, variables):
+    if what == "fsdp_offload_params":
+        set_fsdp2(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = memory_config()
+    for say in say_memory, say_host_memory:
+        say(config, [planned(config, 2)])
+        assert re.fullmatch(f"Memory( of a host)?: it is not known for {what}\n", capsys.readouterr().out)
+
+
 def test_memory_that_cannot_be_known(plans):
     """Neither is there a network to ask, nor a config in a cache."""
     _, printed = plans(1, perf={"device_memory_gib": 80.0})
@@ -904,6 +942,7 @@ def test_advice_has_the_precision_of_the_file_that_it_names(monkeypatch, given, 
     set_fsdp2(monkeypatch)
     total = sum(memory_per_device(planned(config, 2), planned_model(config)).values())
     assert f"With accelerate_configs/fsdp2.yaml{note}: {total / 2**30:.1f} GiB." in said
+    assert said.endswith(" That fits.") and " Then " not in said
 
 
 def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
@@ -912,6 +951,21 @@ def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
     said = what_fits(planned(config.model_copy(update=changes), 2), planned_model(config))
     assert "fsdp2" not in said and "--model.chunked_loss true" in said
     assert "the launch finds out how many fit" in advice(monkeypatch, 1e-6, max_micro_batch_size="auto")
+
+
+def test_advice_has_the_launcher_file_of_the_same_ranks(monkeypatch, capsys):
+    """Those that share rows go on to do so. A single process has nothing to shard, and ranks that divide the model keep
+    their file, though bf16, which the other ones have, would make less of what is mostly activations."""
+    config = memory_config(tokens=1024, architecture=LLAMA | {"num_hidden_layers": 1})
+    config = config.model_copy(update={"perf": Perf(device_memory_gib=1e-6)})
+    for processes, way, named in (1, "SP", "DDP"), (2, "SP", "DDP, sp 2"), (2, "TP", "DDP, tp 2"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"PARALLELISM_CONFIG_{way}_SIZE", str(processes))
+            say_memory(config, [planned(config, processes)])
+        printed = capsys.readouterr().out
+        assert f"GiB per device, {named}, mixed precision no:" in printed
+        files = re.findall(r"accelerate_configs/(\w+)\.yaml", printed)
+        assert files == (["sequence_parallel"] if named == "DDP, sp 2" else [])
 
 
 def test_memory_of_gradients_with_a_growing_batch(monkeypatch):

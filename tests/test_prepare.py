@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -13,15 +14,17 @@ import psutil
 import pytest
 import transformers
 from fake_hub import FakeHub
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, training_rows, write_config
 from test_finetune import byte_tokenizer
 
 import train
 from samerun.config import Data, Model
+from samerun.data import load as load_room
 from samerun.data.load import load_data
 from samerun.errors import UserError
 from samerun.model.tokenizer import load_tokenizer
+from samerun.preflight import planning
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
@@ -264,6 +267,28 @@ def test_prepare_finds_mistakes_and_needs_no_model(tmp_path, capsys):
     output = capsys.readouterr().out
     assert re.search(r"^Evaluation: \d+ rows$", output, re.M)
     assert "Prepared" in output and not (tmp_path / "run").exists()
+
+
+def test_prepare_waits_for_its_turn(tmp_path, cache, monkeypatch):
+    """Processes that share a cache look for data one after the other. Who waits says so, and here the other one ends
+    just then. While the data are loaded, nobody else has a turn."""
+    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 1}, "data": source_of(tmp_path, [{"text": "a"}])}
+    config |= {"model": {"architecture": {"model_type": "llama"}}}
+    said, turns, load = [], [], planning.load_data
+    monkeypatch.setattr(load_room, "say", lambda text: said.append(text) or other.release())
+
+    def look(*args):
+        with suppress(Timeout), FileLock(cache / "train.lock", timeout=0):
+            turns.append("another one's")
+        return load(*args)
+
+    monkeypatch.setattr(planning, "load_data", look)
+    cache.mkdir()
+    other = FileLock(cache / "train.lock")
+    other.acquire()
+    for _ in range(2):  # The second time, nobody else is there.
+        assert train.main(["--prepare", "--config", str(write_config(tmp_path, config))]) == 0
+    assert said == ["Another launch prepares data in the same cache. Waiting until it has done that."] and not turns
 
 
 # What the Hub refuses -------------------------------------------------------------------------------------------------
