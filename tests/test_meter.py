@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import time
 from collections import Counter
 from functools import partial
@@ -210,7 +211,7 @@ def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
             assert (tokens * seconds, rows * seconds) == pytest.approx((240, 10))
         summary = {key[8:]: value for key, value in done.metrics[-1].items() if key.startswith("summary/")}
         busy = sum(summary[f"{phase}_seconds"] for phase in TRAINING)
-        assert summary["tokens_per_second"] * busy == pytest.approx(2 * 240)
+        assert summary["tokens_per_second"] * busy == pytest.approx(2 * 240) and "bubble" not in summary
         parts = sum(value for key, value in summary.items() if key.endswith("_seconds")) - summary["wall_seconds"]
         assert parts == pytest.approx(summary["wall_seconds"])
 
@@ -264,6 +265,8 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
     takes(512, Prefetcher, "take")
     takes(1024, mesh, "trained_state")  # What a save does before it goes on in the background.
     takes(16384, train, "build_setup")
+    takes(32768, train, "export_best")
+    takes(65536, train, "log")
     done = run(tmp_path, config)
     seconds = {key[8:-8]: value for key, value in done.metrics[-1].items() if key.endswith("_seconds")}
     assert {phase: value for phase, value in seconds.items() if value} == {
@@ -273,9 +276,11 @@ def test_seconds_show_up_under_their_own_names(tmp_path, monkeypatch):
         "optimizer": 17 * 2,
         "data": 17 * (4 + 512),
         "evaluation": 3 * 64,
-        "checkpoint": 3 * 1024,
+        "checkpoint": 3 * 1024 + 32768,
+        "logging": (18 + 3) * 65536,  # Of steps and of evaluations.
         "wall": now[0],
     }
+    assert re.search(r"^Seconds: startup 16900\.0, .*evaluation 192\.0, .*wall [\d.]+$", done.output, re.M)
     steps = [line for line in done.metrics if line.get("perf/step_seconds")]
     assert len(steps) == 17
     data, whole = (sum(line[f"perf/{name}_seconds"] for line in steps) for name in ("data", "step"))

@@ -628,7 +628,7 @@ def test_a_new_model_ends_its_texts_as_its_tokenizer_does(tmp_path, family):
     del config["model"]["architecture"]["pad_token_id"]
     config["eval"] = {"prompts": "a", "temperature": 0.0}
     done = run(tmp_path, config)
-    assert done.logged("eval/sample_0") == ["abc"]
+    assert done.logged("eval/sample_0") == ["abc"] and done.logged("summary/sampling_seconds")[0] > 0
     folder = done.folder / "model"
     for kind in transformers.AutoConfig, transformers.GenerationConfig:
         found = kind.from_pretrained(folder)

@@ -526,7 +526,12 @@ def test_memory_of_fsdp2(monkeypatch):
     assert memory_of(4, {"accumulation": "immediate"})["gradients"] == PARAMETERS
     kept = memory_of(4, {"accumulation": "kept_weights"})  # All weights stay gathered from one micro-step to the next.
     assert (kept["weights"], kept["gradients"]) == (PARAMETERS + 4 * PARAMETERS + 8 * LAYER, PARAMETERS)
-    assert memory_of(8)["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
+    of_eight = memory_of(8)
+    assert of_eight["gradients"] == PARAMETERS / 2  # 2 rows for each rank: nothing waits.
+    memory_of(12)  # Whose ranks also have 2 rows, and a smaller share of the gradients.
+    remembered = memory_of(12)
+    TRACED.clear()
+    assert memory_of(12) == remembered != of_eight
 
 
 def test_memory_of_fsdp2_with_frozen_weights(monkeypatch):
@@ -940,6 +945,7 @@ def test_advice_has_the_precision_of_the_file_that_it_names(monkeypatch, given, 
     said = what_fits(planned(config, 2), planned_model(config))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", of_file)
     set_fsdp2(monkeypatch)
+    TRACED.clear()  # What was remembered of a launch that shards nothing, or shards, is not taken for the other.
     total = sum(memory_per_device(planned(config, 2), planned_model(config)).values())
     assert f"With accelerate_configs/fsdp2.yaml{note}: {total / 2**30:.1f} GiB." in said
     assert said.endswith(" That fits.") and " Then " not in said
