@@ -187,8 +187,7 @@ def test_a_killed_launch_is_continued(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [["--prepare"], []])
-def test_one_launch_at_a_time_prepares_data(tmp_path, mode):
+def test_one_launch_at_a_time_prepares_data(tmp_path):
     """The other one says that it waits, and goes on afterwards."""
     config = {"run": {"max_steps": 1, "output_dir": str(tmp_path / "run")}, "batch": {"global_batch_size": 1}}
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -197,7 +196,7 @@ def test_one_launch_at_a_time_prepares_data(tmp_path, mode):
     (tmp_path / "cache").mkdir()
     with FileLock(tmp_path / "cache" / "train.lock"):
         environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-        process = start(tmp_path, config, *mode, processes=None, env=environment)
+        process = start(tmp_path, config, processes=None, env=environment)
         assert any("Another launch prepares data in the same cache." in line for line in process.stdout)
         assert not files_in(tmp_path / "cache")
     process.stdout.read()
