@@ -363,6 +363,16 @@ def kept(tmp_path_factory):
     return config, run(folder, config)
 
 
+def test_a_step_is_exported_without_a_look_at_others(kept, tmp_path):
+    """Of which the newest may be damaged, or as large again."""
+    config, done = kept
+    shutil.copytree(done.folder, tmp_path / "copy")
+    (tmp_path / "copy" / "checkpoints" / "step-00000012" / "manifest.json").write_text("{}")
+    of_copy = "--run.output_dir", tmp_path / "copy"
+    assert "passed over" not in exported(done, config, tmp_path, "8", *of_copy).output
+    assert "passed over" in exported(done, config, tmp_path, "last", *of_copy).output
+
+
 OTHER_TOKENIZER = "--data.tokenizer", "{ROOT}", "--run.allow_changes", "[data.tokenizer]"
 
 

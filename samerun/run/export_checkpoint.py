@@ -117,18 +117,21 @@ def write_model(
 def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]:
     """The checkpoint of a run that is called last, best, or by its step, and its manifest. Raises UserError."""
     folder, alone = Path(config.run.output_dir) / "checkpoints", Meeting(1)
-    found = find_checkpoint("auto", folder, alone)
-    require(found, f"--export: {folder} has no checkpoint; check run.output_dir")
-    if which == "last":
-        return found
-    name = progress_in(found[1]).best_checkpoint if which == "best" else checkpoint_name(int(which))
-    require(
-        name,
-        f"--export best: {found[0]} knows of no best one; run.keep_best keeps it, "
-        "from the first evaluation with a finite loss on",
-    )
-    path = folder / name
     there = ", ".join(str(step_of(one)) for one in list_checkpoints(folder))
+    require(there, f"--export: {folder} has no checkpoint; check run.output_dir")
+    if which.isdecimal():  # To verify the newest one, too, would take as long again.
+        name = checkpoint_name(int(which))
+    else:
+        newest, manifest = find_checkpoint("auto", folder, alone)
+        if which == "last":
+            return newest, manifest
+        name = progress_in(manifest).best_checkpoint
+        require(
+            name,
+            f"--export best: {newest} knows of no best one; run.keep_best keeps it, "
+            "from the first evaluation with a finite loss on",
+        )
+    path = folder / name
     require(path.is_dir(), f"--export {which}: there is no {path}; there are those of the steps {there}")
     return path, verify_checkpoint(path, alone)
 
