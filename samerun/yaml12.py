@@ -58,6 +58,8 @@ def parse_yaml(text: str | IO[str]) -> Any:
         return unshared(yaml.load(text, Loader))
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply, or an alias stands within what it stands for") from None
+    except (AttributeError, LookupError):  # Of PyYAML, which takes any text for what its tag says.
+        raise yaml.YAMLError("a value is not of the kind that its tag says, as in !!bool x") from None
 
 
 def comment_in(text: str) -> str:

@@ -86,6 +86,8 @@ case(
 )
 case("an alias in itself", {}, "an alias stands within", text="data: &a\n  x: *a\n")
 case("brackets without end", {}, "nested too deeply", text=f"run: {'[' * 3000}{']' * 3000}\n")
+for tagged in "!!bool x", "!!timestamp x", "!!float ''":
+    case(f"tagged {tagged[2:6]}", {}, "TMP/config.yaml: a value is not of the kind", text=f"run: {tagged}\n")
 case("too many minutes", {"run": {"timeout_minutes": 1e300}}, "run.timeout_minutes", "less than or equal to 1000000")
 case("too long rows", {"data": {"sequence_length": 10**21}}, "data.sequence_length", "less than 2147483648")
 case("config is a list", {}, "TMP/config.yaml: its top level must be sections", text="- run\n- batch\n")
