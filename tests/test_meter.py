@@ -140,6 +140,8 @@ def test_a_window_without_a_step_has_no_rates():
     assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Before any step.
     clock.step()
     assert set(clock.rates(peak_flops=1e12).values()) == {None}  # Only the warmup step.
+    clock.spend(data=1)  # And less than another one.
+    assert clock.meter.summary()["summary/tokens_per_second"] is None
     clock.step()
     assert None not in clock.rates(peak_flops=1e12).values()
     clock.spend(data=64)
@@ -149,6 +151,7 @@ def test_a_window_without_a_step_has_no_rates():
 def test_the_time_left_is_that_of_the_rows_left():
     """Steps of 8 rows that take 4 s, after a slow first one. Whatever comes between steps will come again."""
     clock = Clock()
+    clock.now += 7200  # Starting up.
     clock.step(3600, 3600, 3600)
     assert clock.meter.seconds_left(800) is None
     clock.step(1, 2, 1)
@@ -326,7 +329,8 @@ def test_what_a_device_has_left_to_do_is_training(tmp_path, monkeypatch):
 
 def test_a_gpu_divides_the_training_time():
     """A host that queues a step in no time and waits for 3 s where it reads a value; a device that spent half a second
-    on waiting for data, 2 on passes, half on the update, and a minute on an evaluation."""
+    on waiting for data, 2 on passes, half on the update, and a minute on an evaluation; in another window a second on
+    each. What it did in the warmup is no part of the first window."""
 
     class Event:
         """One in a stream, which has its own clock."""
@@ -348,19 +352,20 @@ def test_a_gpu_divides_the_training_time():
         clock.spend(**{phase: host})
         device.now += stream
 
-    clock.step()  # Warmup.
-    clock.rates()
-    for _ in range(2):
-        spend("data", 0, 0.5)
-        spend("micro_steps", 0, 2)
-        spend("optimizer", 3, 0.5)
+    for phase in TRAINING:
+        spend(phase, 1, 100)
+    clock.meter.count(STEP)
+    for data, passes, update in (0.5, 2, 0.5), (1, 1, 1):
+        spend("data", 0, data)
+        spend("micro_steps", 0, passes)
+        spend("optimizer", 3, update)
         clock.meter.count(STEP)
         spend("evaluation", 60, 60)
         rates = clock.rates()
-        assert rates["step_seconds"] == 3 and rates["data_seconds"] == pytest.approx(0.5)
-        assert rates["micro_step_tokens_per_second_per_device"] == pytest.approx(STEP["tokens"] / 2)
-    seconds = clock.seconds()
-    assert {phase: seconds[phase] for phase in TRAINING} == pytest.approx({"data": 1, "micro_steps": 4, "optimizer": 1})
+        assert rates["step_seconds"] == 3 and rates["data_seconds"] == pytest.approx(data)
+        assert rates["micro_step_tokens_per_second_per_device"] == pytest.approx(STEP["tokens"] / passes)
+    seconds, expected = clock.seconds(), {"data": 1.5, "micro_steps": 3, "optimizer": 1.5}
+    assert {phase: seconds[phase] for phase in TRAINING} == pytest.approx(expected)
     assert seconds["evaluation"] == 120 and seconds["wall"] == clock.now
 
 
@@ -412,6 +417,12 @@ def test_memory_is_recorded_in_the_profiled_steps_only(tmp_path, monkeypatch):
         calls_after.append(list(calls))
     done = ["all", "memory.pickle", None]
     assert calls_after == [[], ["all"], ["all"], done, done]
+    for steps, rank in ([2, 3], 1), (None, 0):  # The main process profiles alone: all would write the same file.
+        monkeypatch.setenv("RANK", str(rank))
+        profiler = Profiler(steps, tmp_path, torch.device("cuda"))
+        for step in range(5):
+            profiler.after_step(step)
+    assert calls == done
 
 
 # Peak FLOP/s ---------------------------------------------------------------------------------------------------------
