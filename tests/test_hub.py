@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import train
 from samerun.cli import load_config, take_export
 from samerun.config import Config
+from samerun.errors import UserError
 from samerun.run import hub as room
 from samerun.run.checkpoint import Progress
 
@@ -110,6 +111,33 @@ def test_samples_are_not_in_the_card(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     card = room.model_card(tmp_path / "run", config, 4)
     assert "| plan/precision | no |\n| eval/loss | 1.5 |\n\n" in card and "# c" not in card
+
+
+def test_what_cannot_be_exported_is_not_pushed(tmp_path, monkeypatch, commits):
+    config = as_read(tmp_path / "run", every="save")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: SimpleNamespace(returncode=2, stdout=b"no room"))
+    with pytest.raises(UserError, match="cannot export it: no room"):
+        room.PushCheckpoints(config).run(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert not commits
+
+
+def test_what_is_noted_in_a_checkpoint_later_is_not_pushed_again(tmp_path, monkeypatch):
+    """It changes no weight."""
+    pushed = []
+    monkeypatch.setattr(room.PushCheckpoints, "run", lambda self, checkpoint: pushed.append(checkpoint.name))
+    pushes = room.PushCheckpoints(as_read(tmp_path / "run", every="save"))
+    for name in "step-2", "step-2", "step-4":
+        pushes.begin(tmp_path / name)
+        pushes.finish()
+    assert pushed == ["step-2", "step-4"]
+
+
+def test_the_main_process_pushes_alone(tmp_path, monkeypatch, commits):
+    config, progress = as_read(tmp_path / "run"), Progress(step=4)
+    for rank in 1, 0:
+        monkeypatch.setenv("RANK", str(rank))
+        room.push_export(config, progress)
+        assert commits == ["Step 4"] * (rank == 0)
 
 
 def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
