@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import textwrap
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -255,6 +256,14 @@ def test_the_bad_file_of_a_folder_is_named(tmp_path, kind, good, bad, problem):
         (tmp_path / f"{name}.{kind}").write_text(good)
     (tmp_path / f"b.{kind}").write_text(bad)
     with pytest.raises(UserError, match=f"^data: cannot load {tmp_path}/b.{kind}: {problem}"):
+        load_source(Source(path=str(tmp_path)))
+
+
+def test_a_bad_file_in_an_archive_of_a_folder(tmp_path):
+    """datasets looks into the archive. Its name tells no format, which is nothing to complain of here."""
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "two"}\n{"text": \n')
+    with pytest.raises(UserError, match=f"^data: cannot load {tmp_path}: ValueError: line 2 is no JSON"):
         load_source(Source(path=str(tmp_path)))
 
 

@@ -164,7 +164,8 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
         with as_user_error(problem, source.path):
             return read(builder, source.split)
     except UserError:
-        if files and not has_readme and not os.path.exists(builder.cache_dir):
+        tells_formats = ARCHIVES.isdisjoint(Path(file).suffix.lower() for file in files)
+        if files and tells_formats and not has_readme and not os.path.exists(builder.cache_dir):
             load_files(files)  # Says which of them is wrong.
         raise
 
