@@ -42,8 +42,8 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
 
 @contextmanager
 def whole_embeddings(model: torch.nn.Module):
-    """While Accelerate shards a model whose output layer has the weight of the input embedding, hide both layers where
-    it does not see all that is shared, so that they stay together: within an adapter, or with a bias, as of a BERT."""
+    """While Accelerate shards a model whose output layer has the weight of the input embedding, hide both layers if it
+    would tear apart what is shared: a weight within an adapter, or a bias that another module has too, as in BERT."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
     with ExitStack() as hidden:
