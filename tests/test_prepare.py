@@ -198,7 +198,6 @@ def test_one_launch_at_a_time_prepares_data(tmp_path):
         environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
         process = start(tmp_path, config, processes=None, env=environment)
         assert any("Another launch prepares data in the same cache." in line for line in process.stdout)
-        assert not files_in(tmp_path / "cache")
     process.stdout.read()
     assert process.wait() == 0 and files_in(tmp_path / "cache")
 

@@ -153,9 +153,8 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
             return load_saved(folders, source.split)
         builder = datasets.load_dataset_builder(source.path, source.name)
         files = local_files(builder)
-        has_readme = not builder.config.name.startswith("default")  # It names the files.
         if files:
-            if not has_readme:
+            if builder.config.name.startswith("default"):  # Otherwise the folder has a README that names its files.
                 note_unread_files(source.path, files, note)
             cache = usable_cache(files)
             builder = datasets.load_dataset_builder(source.path, source.name, cache_dir=cache)
@@ -164,18 +163,28 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
         with as_user_error(problem, source.path):
             return read(builder, source.split)
     except UserError:
-        tells_formats = ARCHIVES.isdisjoint(Path(file).suffix.lower() for file in files)
-        if files and tells_formats and not has_readme and not os.path.exists(builder.cache_dir):
+        if have_formats(files, source.path) and not os.path.exists(builder.cache_dir):
             load_files(files)  # Says which of them is wrong.
         raise
+
+
+def have_formats(files: list[str], folder: str) -> bool:
+    """Whether the name of each file tells how it is read. A README of the folder may say otherwise."""
+    if not files or have_archive(files) or os.path.exists(os.path.join(folder, "README.md")):
+        return False
+    return {".txt", *BUILDERS}.issuperset(map(data_suffix, files))
+
+
+def have_archive(files: list[str]) -> bool:
+    """It may hold several files, of any format."""
+    return any(kind in file.lower() for file in files for kind in ARCHIVES)
 
 
 def place_of_row(documents: datasets.Dataset, source: Source, row: int) -> str:
     """Where the user finds a row of load_source(): its number, and the file if there are several."""
     files = list_files(source.files)
     lengths = documents.info.splits["train"].original_shard_lengths if len(files) > 1 else None
-    has_archive = any(kind in file.lower() for file in files for kind in ARCHIVES)  # It may hold several files.
-    if lengths and len(lengths) <= len(files) and not has_archive:  # Empty files at the end have no length.
+    if lengths and len(lengths) <= len(files) and not have_archive(files):  # Empty files at the end have no length.
         ends = list(itertools.accumulate(lengths))
         number = bisect.bisect(ends, row)
         return f"row {row - ends[number] + lengths[number]}, counted from 0, of {files[number]}"

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -79,7 +78,9 @@ def push(model: Path, config: Config, step: int) -> None:
     api = huggingface_hub.HfApi()
     made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(model.resolve(), folder, copy_function=os.symlink, dirs_exist_ok=True)
+        for path in model.resolve().rglob("*"):
+            link = Path(folder, path.relative_to(model.resolve()))
+            link.mkdir() if path.is_dir() else link.symlink_to(path)  # The Hub's library skips links to folders.
         if (run / "curves.png").exists():
             (Path(folder) / "curves.png").symlink_to((run / "curves.png").resolve())
         card = Path(folder) / "README.md"
