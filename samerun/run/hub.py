@@ -80,7 +80,10 @@ def push(model: Path, config: Config, step: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for path in model.resolve().rglob("*"):
             link = Path(folder, path.relative_to(model.resolve()))
-            link.mkdir() if path.is_dir() else link.symlink_to(path)  # The Hub's library skips links to folders.
+            if path.is_dir():  # The Hub's library skips links to folders.
+                link.mkdir()
+            else:
+                link.symlink_to(path)
         if (run / "curves.png").exists():
             (Path(folder) / "curves.png").symlink_to((run / "curves.png").resolve())
         card = Path(folder) / "README.md"
