@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import io
 import itertools
@@ -24,6 +25,7 @@ import helpers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from matplotlib.figure import Figure
 from reference import shuffled
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import is_fake
@@ -311,6 +313,22 @@ def test_curves_of_a_line_that_a_full_disk_has_cut(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "tr')
     draw_curves(tmp_path)
     assert capsys.readouterr().out.startswith("curves.png could not be drawn: ")
+
+
+def test_curves_that_a_full_disk_has_cut(tmp_path, capsys, monkeypatch):
+    """The old picture stays."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/tokens": 10, "train/loss": 2.0}\n')
+    draw_curves(tmp_path)
+    picture = (tmp_path / "curves.png").read_bytes()
+
+    def cut(self, path, **options) -> None:
+        Path(path).write_bytes(picture[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", cut)
+    draw_curves(tmp_path)
+    assert "curves.png could not be drawn: [Errno 28]" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").read_bytes() == picture
 
 
 def test_curves_of_many_metrics_take_little_memory(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -71,7 +72,9 @@ def draw_picture(metrics: Path, picture: Path) -> None:
     loss.set(title="Loss", ylabel="nats per token")
     speed.set(title="Throughput while training", ylabel="tokens per second", ylim=(0, None))
     rate.set(title="Learning rate", ylim=(0, None))
-    figure.savefig(picture, dpi=110)
+    draft = picture.with_name(".curves.png")  # A viewer sees the old picture or the new, never half of it.
+    figure.savefig(draft, dpi=110)
+    os.replace(draft, picture)
     figure.clear()  # Its parts refer to each other, and would stay until they are collected as garbage.
 
 
