@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def test_what_is_noted_meanwhile_is_not_done_yet(tmp_path):
     assert (tmp_path / "log").read_text() == "done\n" * 2
 
 
+@pytest.mark.parametrize(("command", "told"), [("exit 3", "it printed nothing"), (r"printf '\377'; exit 3", "\ufffd")])
+def test_what_a_command_prints_may_be_nothing_or_no_text(tmp_path, capsys, command, told):
+    one = AfterSave(command)
+    one.begin(checkpoint_of(tmp_path, "step-1"))
+    one.finish()
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"(1 so far): exit status 3: {told}")
+
+
 def test_a_command_that_is_killed_has_failed(tmp_path):
     one = AfterSave("kill -9 $$")
     one.begin(checkpoint_of(tmp_path, "step-1"))
@@ -132,34 +141,38 @@ def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
         slow.begin(checkpoint_of(tmp_path, f"step-{step}"))
         time.sleep(0.02)
     assert time.monotonic() - began < 0.25  # Nobody waits.
+    assert slow.worker.daemon  # Nor does a run that fails.
     slow.finish()
     lines = (tmp_path / "log").read_text().split("\n")[:-1]
     assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and slow.failures == 0
 
 
 def test_its_environment(tmp_path, monkeypatch):
-    """The command is one process, and no rank. The checkpoints may have a disk of their own."""
+    """The command is one process, no rank, and not reached by Ctrl-C. The checkpoints may have a disk of their own."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     said = "$RUN_FOLDER $CHECKPOINT $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP"
-    one = AfterSave(f'cd /; echo "{said}" > {tmp_path / "told"}')
+    session = f"{sys.executable} -c 'import os; print(os.getsid(0))'"
+    one = AfterSave(f'cd /; echo "{said}" > {tmp_path / "told"}; {session} > {tmp_path / "session"}')
     monkeypatch.chdir(tmp_path)
     one.begin(checkpoint_of(Path(), "step-1"))
     one.finish()
     run_folder = tmp_path / "run"
     assert (tmp_path / "told").read_text() == f"{run_folder} {run_folder / 'checkpoints' / 'step-1'} \n"
-    assert one.failures == 0
+    assert int((tmp_path / "session").read_text()) != os.getsid(0) and one.failures == 0
 
 
-def test_only_the_main_process_runs_it(tmp_path, monkeypatch, slow):
-    monkeypatch.setenv("RANK", "1")
-    other = AfterSave("touch " + str(tmp_path / "other"))
-    other.begin(tmp_path)
-    other.finish()
-    assert not (tmp_path / "other").exists()
+def test_only_the_main_process_runs_it(tmp_path, monkeypatch):
+    checkpoint, log = checkpoint_of(tmp_path, "step-1"), tmp_path / "log"
+    for rank in "1", "0":
+        monkeypatch.setenv("RANK", rank)
+        one = AfterSave(f"echo {rank} >> {log}")
+        one.begin(checkpoint)
+        one.finish()
+    assert log.read_text() == "0\n"
 
 
 def test_the_run_does_not_wait_while_it_trains(tmp_path):
