@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -87,6 +88,13 @@ class Done:
     def checkpoints(self) -> list[str]:
         """Names of all that lies in checkpoints/, hidden leftovers included."""
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+    @property
+    def recompiled(self) -> list[str]:
+        """Functions that torch has compiled once more, with TORCH_LOGS=recompiles. Not counted is what transformers has
+        around each forward() with a renamed argument: to torch it is one function, whatever the class is."""
+        found = re.findall(r"Recompiling function (\w+) in (\S+):\d+", self.output)
+        return [name for name, file in found if not file.endswith("transformers/utils/deprecation.py")]
 
 
 def difference(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
