@@ -86,9 +86,11 @@ def test_what_is_noted_in_a_checkpoint_later_is_not_done_yet(tmp_path):
     for manifest in "{}", "{}", '{"evaluated_step": 1}':
         one.make_up_for(checkpoint_of(tmp_path, "step-1", manifest))
         one.finish()
-    assert (tmp_path / "log").read_text() == '{}{"evaluated_step": 1}' and one.failures == 0
+    one.make_up_for(checkpoint_of(tmp_path, "step-2", '{"evaluated_step": 1}'))
+    one.finish()
+    assert (tmp_path / "log").read_text() == "{}" + 2 * '{"evaluated_step": 1}' and one.failures == 0
     other = AfterSave(f"touch {tmp_path / 'other'}")
-    other.make_up_for(checkpoint_of(tmp_path, "step-1", '{"evaluated_step": 1}'))
+    other.make_up_for(checkpoint_of(tmp_path, "step-2", '{"evaluated_step": 1}'))
     other.finish()
     assert (tmp_path / "other").exists()
 
@@ -108,6 +110,16 @@ def test_what_a_command_prints_may_be_nothing_or_no_text(tmp_path, capsys, comma
     one.begin(checkpoint_of(tmp_path, "step-1"))
     one.finish()
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"(1 so far): exit status 3: {told}")
+
+
+def test_what_cannot_be_noted_is_done_once_more(tmp_path):
+    """It is no failure of the command. Here a folder has the name of the note."""
+    (tmp_path / "run" / "after_save.json").mkdir(parents=True)
+    one = AfterSave(f"echo done >> {tmp_path / 'log'}")
+    for _ in range(2):
+        one.make_up_for(checkpoint_of(tmp_path, "step-1"))
+        one.finish()
+    assert (tmp_path / "log").read_text() == "done\n" * 2 and one.failures == 0
 
 
 def test_a_command_that_is_killed_has_failed(tmp_path):
@@ -149,19 +161,23 @@ def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
 
 def test_its_environment(tmp_path, monkeypatch):
     """The command is one process, no rank, and not reached by Ctrl-C. The checkpoints may have a disk of their own."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}.items():
-        monkeypatch.setenv(name, value)
+    of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+    of_ranks |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ANY", "ACCELERATE_USE_ANY", "FSDP_ANY"}
+    of_ranks |= {"ROLE_NAME", "ROLE_WORLD_SIZE", "PARALLELISM_CONFIG_ANY"}
+    for name in of_ranks:
+        monkeypatch.setenv(name, "0")
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
-    said = "$RUN_FOLDER $CHECKPOINT $WORLD_SIZE$RANK$LOCAL_RANK$ACCELERATE_USE_FSDP"
     session = f"{sys.executable} -c 'import os; print(os.getsid(0))'"
-    one = AfterSave(f'cd /; echo "{said}" > {tmp_path / "told"}; {session} > {tmp_path / "session"}')
+    one = AfterSave(f"cd /; env > {tmp_path / 'environment'}; {session} > {tmp_path / 'session'}")
     monkeypatch.chdir(tmp_path)
     one.begin(checkpoint_of(Path(), "step-1"))
     one.finish()
-    run_folder = tmp_path / "run"
-    assert (tmp_path / "told").read_text() == f"{run_folder} {run_folder / 'checkpoints' / 'step-1'} \n"
+    told = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert told["RUN_FOLDER"] == str(tmp_path / "run")
+    assert told["CHECKPOINT"] == str(tmp_path / "run" / "checkpoints" / "step-1")
+    assert told["PATH"] == os.environ["PATH"] and not told.keys() & of_ranks
     assert int((tmp_path / "session").read_text()) != os.getsid(0) and one.failures == 0
 
 
