@@ -73,14 +73,15 @@ def test_wandb(tmp_path, number):
     """Offline, where each launch leaves a folder, which `wandb sync` joins by the id of the run. The second one goes on
     at the step after the checkpoint. What a killed launch had not yet written is lost, which is W&B's own."""
     config = config_of(tmp_path, "wandb")
-    config["run"]["tracker_options"] = {"wandb": {"tags": ["first"], "notes": "to be tested"}}
+    name = {"name": "my own"} if number == signal.SIGTERM else {}  # The default is that of the run folder.
+    config["run"]["tracker_options"] = {"wandb": {"tags": ["first"], "notes": "to be tested"} | name}
     env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     done = ended_and_continued(tmp_path, config, env, number)
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     run_id = json.loads((done.folder / "trackers.json").read_text())["id"]
     assert len(folders) == 2 and all(folder.name.endswith(run_id) for folder in folders)
     first, second = (read_wandb(folder / f"run-{run_id}.wandb") for folder in folders)
-    assert second[0] == {"id": run_id, "name": "a run", "tags": ["first"]}
+    assert second[0] == {"id": run_id, "name": name.get("name", "a run"), "tags": ["first"]}
     if number == signal.SIGTERM:
         assert first[0] == second[0]
         assert_one_curve(first[1] + second[1], done)
@@ -150,6 +151,11 @@ def test_mlflow(tmp_path, monkeypatch):
     assert list(points) == list(range(1, 13)) and len(points[7]) == 2
     for step, values in points.items():
         assert values == pytest.approx([more.losses[step - 1]] * len(values), rel=1e-5)
+
+
+def test_without_trackers(tmp_path):
+    names = {path.name for path in run(tmp_path, config_of(tmp_path)).folder.iterdir()}
+    assert "metrics.jsonl" in names and not names & {"trackers.json", "tensorboard"}
 
 
 def test_options_of_a_tracker_that_is_not_used(tmp_path):

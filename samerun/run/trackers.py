@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 
 from samerun.config import Run
-from samerun.errors import as_user_error, is_main_process, one_line, require, say
+from samerun.errors import as_user_error, one_line, require, say
 from samerun.files import replace_file
 from samerun.run.folder import RunFolder
 
@@ -53,9 +53,7 @@ def start_trackers(
         accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
         accelerator.init_trackers(project, init_kwargs=options)
     folder.track = log_to_each(accelerator.trackers)
-    if not is_main_process():
-        return
-    for tracker in accelerator.trackers:
+    for tracker in accelerator.trackers:  # Only the main process has any.
         if tracker is board:
             board.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
         elif tracker.name not in ids:  # MLflow refuses other values for a run that has some.
