@@ -826,6 +826,36 @@ def test_memory_of_a_host(monkeypatch, processes, ranks):
         assert memory_of_host(processes)["save"] == ranks * 3 * 12 * PARAMETERS / processes
 
 
+MANY_TOKENS = 1920  # A vocabulary whose embeddings are larger than a layer. Small models to try have 960 of it.
+
+
+def test_memory_of_a_host_for_large_embeddings():
+    memory = memory_of_host(1, architecture=LLAMA | {"vocab_size": MANY_TOKENS})
+    assert memory["start"] == 2 * 4 * MANY_TOKENS * WIDTH and memory["export"] > memory["start"] > 2 * 4 * LAYER
+
+
+def test_memory_of_a_host_with_tensor_parallelism(monkeypatch):
+    """Two copies of the model, each in two parts. Each rank also tries a small model, of two layers and whole. In the
+    export, two ranks at most have a layer."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    memory = memory_of_host(4, architecture=LLAMA | {"vocab_size": MANY_TOKENS})
+    norms = (2 * LAYERS + 1) * WIDTH  # Each rank has all of them.
+    own = (2 * MANY_TOKENS * WIDTH + LAYERS * LAYER + WIDTH - norms) / 2 + norms
+    assert memory["start"] == 4 * 2 * 4 * (2 * 960 * WIDTH + 2 * LAYER + WIDTH)
+    assert memory["save"] == 4 * 12 * own * (1 + 2 / 2)
+    assert memory["export"] == 4 * 12 * own + 2 * 2 * 4 * MANY_TOKENS * WIDTH
+
+
+@pytest.mark.parametrize("schedule, tried", [("1F1B", 2), ("Interleaved1F1B", 4)])
+def test_memory_of_a_host_with_a_pipeline(schedule, tried):
+    """Two copies of the model, each with half of the layers on a rank, and one of its ends. The small model has a layer
+    for each chunk."""
+    memory = memory_of_host(4, pipeline_ranks=2, pipeline_schedule=schedule)
+    own = LAYERS / 2 * LAYER + 384 * WIDTH + WIDTH
+    assert memory["start"] == 4 * 2 * 4 * (2 * 384 * WIDTH + tried * LAYER + WIDTH)
+    assert memory["save"] == 4 * 12 * own * (1 + 2 / 2)
+
+
 class OwnConfig(transformers.LlamaConfig):
     model_type = "llama_of_a_plan"
 

@@ -192,7 +192,7 @@ def test_an_option_that_does_not_exist(tmp_path, option):
     assert os.path.exists(tmp_path / "a run" / "status.json")
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", '{"id": 7, "mlflow": null}'])
+@pytest.mark.parametrize("damaged", ["", "[]", "7", '{"id": 7, "mlflow": null}'])
 def test_damaged_ids(tmp_path, damaged):
     """Without them, a run has new ones, and goes on."""
     config = config_of(tmp_path, "tensorboard")
