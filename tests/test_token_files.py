@@ -203,6 +203,18 @@ def test_nothing_is_copied(tmp_path):
     assert not list(data.folder.glob("*.arrow"))
 
 
+def test_one_index_from_wherever_a_file_is_named(tmp_path, monkeypatch, capsys):
+    """A path from the working folder is another one for the next launch, and its data are the same."""
+    (tmp_path / "other").mkdir()
+    np.save(tmp_path / "tokens.npy", np.arange(100, dtype=np.uint16))
+    read = []
+    for folder, name in (".", "tokens.npy"), ("other", "../tokens.npy"), ("other", str(tmp_path / "tokens.npy")):
+        monkeypatch.chdir(tmp_path / folder)
+        data = training_rows(Data(files=name, format="tokens", sequence_length=LENGTH))
+        read.append([data.folder, data.index["token_files"], read_all(data)])
+    assert read[0] == read[1] == read[2] and "made anew" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "size, types",
     [

@@ -29,7 +29,7 @@ from samerun.data.token_files import (
 )
 from samerun.data.tokenize import tokenize
 from samerun.errors import name_place, require, say
-from samerun.files import delete, replace_file, size_and_checksum, stamp, sync
+from samerun.files import delete, real_path, replace_file, size_and_checksum, stamp, sync
 
 
 class IndexWriter:
@@ -240,7 +240,8 @@ def write_index(
                 row += batch.num_rows
                 writer.add(batch, number, place, own)
         totals = writer.finish()
-    paths = [file.path if isinstance(file, TokenFile) else file for file in files]
+    # As identity_of_token_files() has them: the next launch may have another working folder.
+    paths = [real_path(file.path if isinstance(file, TokenFile) else file) for file in files]
     complete = [*folder.glob("*.bin"), *folder.glob("*.arrow")]
     for file in complete:
         sync(file)
