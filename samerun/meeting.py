@@ -39,7 +39,7 @@ class Meeting:
         self.store: dist.Store | None = None
         self.rounds = 0
         self.stopped_by = ""  # What has stopped this rank, for those that wait for it.
-        self.note_loss: Callable[[str], None] = lambda reason: None  # Until RunFolder has written down what it knows.
+        self.note_failure: Callable[[str], None] = lambda reason: None  # RunFolder's, once that has noted a lost rank.
         self.ended = threading.Event()
         self.pulse = threading.Thread(target=self.say_alive, daemon=True)
         check_environment()
@@ -74,9 +74,9 @@ class Meeting:
 
     def leave(self, kind: type | None, error: BaseException | None) -> LostRank | Stopped | None:
         """Returns a better reason than the error, if there is one."""
-        lost = self.named_loss(error) if error else None
+        lost = self.lost_rank_behind(error) if error else None
         if isinstance(lost, LostRank):
-            self.note_loss(one_line(lost))
+            self.note_failure(one_line(lost))
         status, why = 1, "it has ended before the others"
         if self.stopped_by:
             status, why = 0, self.stopped_by
@@ -94,7 +94,7 @@ class Meeting:
                     (lost or error).is_said = is_same or is_lost_rank(error)  # By the main process.
         return lost
 
-    def named_loss(self, error: BaseException) -> LostRank | Stopped | None:
+    def lost_rank_behind(self, error: BaseException) -> LostRank | Stopped | None:
         """Why a collective has failed: another rank has left with a reason, or some say nothing any more.
 
         Not asked on one node, where the launcher says it, nor in an elastic launch, which should restart without delay.

@@ -277,7 +277,7 @@ def test_what_was_saved_is_not_begun_again(tmp_path, monkeypatch, status, how):
     with monkeypatch.context() as patch:
         die_at(patch, folder, 4)
         if status == "running":  # As after a kill.
-            patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+            patch.setattr(folder_room.RunFolder, "note_failure", lambda *args: None)
         done = run(tmp_path, config, expect=1)
     assert done.status["status"] == status and done.status["step"] == 3
     shutil.move(folder / "checkpoints", tmp_path / "away")
@@ -301,7 +301,7 @@ def test_what_was_not_saved_is_begun_again(tmp_path, monkeypatch):
     config["run"] |= {"save_every": 2, "max_steps": 5}
     with monkeypatch.context() as patch:
         die_at(patch, tmp_path / "run", 2)
-        patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        patch.setattr(folder_room.RunFolder, "note_failure", lambda *args: None)
         done = run(tmp_path, config, expect=1)
     assert done.status["status"] == "running" and done.status["step"] == 1
     done = run(tmp_path, config)
@@ -320,7 +320,7 @@ def test_killed_while_it_begins(tmp_path, monkeypatch, name):
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_room, "replace_file", killed)
-        patch.setattr(folder_room.RunFolder, "say_failed", lambda *args: None)
+        patch.setattr(folder_room.RunFolder, "note_failure", lambda *args: None)
         done = run(tmp_path, config, "--run.max_steps", 5, expect=1)
     assert (done.folder / name).exists() and not done.output.count("step 1/5")
     assert run(tmp_path, config, "--run.max_steps", 5).status == {"status": "finished", "step": 5}

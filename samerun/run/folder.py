@@ -80,9 +80,9 @@ class RunFolder:
             say(f"Stopped by {error} before the first step; the same command continues.")
         elif is_main_process():
             if error and self.logged_step is not None:
-                self.say_failed(one_line(original(error)) or kind.__name__)
+                self.note_failure(one_line(original(error)) or kind.__name__)
                 if is_lost_rank(error):  # The meeting will ask which one. Otherwise, a parent may use the folder again.
-                    self.meeting.note_loss = self.say_failed
+                    self.meeting.note_failure = self.note_failure
             with suppress(OSError):  # A parent may hold another run by now.
                 if self.new_folders and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()
@@ -91,7 +91,7 @@ class RunFolder:
         # The lock stays until this process ends, or nobody refers to this object: the next launch begins after that.
         return is_stopped
 
-    def say_failed(self, reason: str) -> None:
+    def note_failure(self, reason: str) -> None:
         status = {"status": "failed", "step": self.logged_step, "reason": reason}
         try:
             self.set_status(**status)
