@@ -43,9 +43,9 @@ def of_task(module: str, load: str, build: str, flops: str, collate: str, loss: 
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         ('    if limit == "auto":\n        limit = largest_micro_batch(parallel, model, optimizers)\n', ""),
         (
-            "    has_bytes = tokenizer and eval_data\n"
+            "    counts_bytes = tokenizer and eval_data  # For bits per byte.\n"
             "    token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)"
-            " if has_bytes else None\n",
+            " if counts_bytes else None\n",
             "",
         ),
         ("tokenizer=tokenizer,", "tokenizer=None,"),
