@@ -1,10 +1,10 @@
 """How the ranks share the work of a step: who computes what, the sums of gradients, their norm, and clipping.
 
-The ranks form any product of the dimensions of Layout, each of which has a room of its own.
+The ranks form any product of the dimensions of Layout, each of which has a module of its own.
 
 DDP, FSDP2 and HSDP, also with rows that ranks share, are wrapped by Accelerate. As soon as ranks have other weights for
 another reason than FSDP2, the model is divided here, in one fixed order: layers (pp), experts (ep), matrices (tp), and
-FSDP2 of what is left. To remove a dimension, delete its room and the lines that name it.
+FSDP2 of what is left. To remove a dimension, delete its module and the lines that name it.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ LAUNCHED += ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def run_apart(command: str | list[str], **variables: str) -> tuple[int, str]:
-    """Run a shell command or a program, which is one process, and no rank. Returns its exit status and last line."""
+    """Run a shell command or a program, outside of the launch. Returns its exit status and last line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     done = subprocess.run(
         command,

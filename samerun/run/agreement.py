@@ -39,10 +39,10 @@ def agree(meeting: Meeting, facts: dict[str, Any]) -> None:
 
 
 def agree_on_weights(meeting: Meeting, model: torch.nn.Module, filled: int) -> str | None:
-    """Raises AgreedError unless all ranks have met the same first weights, as far as they have met the same ones.
+    """Raises AgreedError unless each first weight that several ranks have met was the same on all of them.
 
-    Returns a checksum of samples of those that are frozen, on whatever rank they are, and None if all are trained.
-    `filled`: a sample of frozen weights that had no placeholders.
+    Returns a checksum of samples of the frozen ones, on whatever rank they are, and None if all are trained. `filled`:
+    a sample of frozen weights that had no placeholders.
     """
     weights = getattr(model, "first_weights", None)
     samples = weights.samples if weights else {}

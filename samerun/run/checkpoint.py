@@ -35,7 +35,7 @@ class Progress:
 
     step: NonNegativeInt = 0
     skipped_steps: NonNegativeInt = 0  # Steps without an update: a number was not finite, or no row had a target.
-    skipped_in_a_row: NonNegativeInt = 0  # How many of the last steps, since a number was not finite.
+    skipped_in_a_row: NonNegativeInt = 0  # How many of the last steps, because a number was not finite.
     evaluated_step: NonNegativeInt = 0  # The last step with a complete evaluation.
     rows: NonNegativeInt = 0
     tokens: NonNegativeInt = 0  # Padding included.
@@ -109,7 +109,7 @@ def is_allowed(config: Config, name: str) -> bool:
 
 
 def name_of_change(config: Config, name: str) -> str:
-    """What run.allow_changes calls it. A setting that the code has lost cannot be named there: it is none any more."""
+    """What run.allow_changes calls it. A setting that the code has lost cannot be named there."""
     is_gone = "." in name and setting_of(name) not in config_fields(type(config))  # ROWS and the like have no dot.
     return GONE if is_gone else name
 

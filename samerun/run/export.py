@@ -1,7 +1,8 @@
 """The trained model as from_pretrained() loads it, written by all ranks: none of them has all of it in its memory.
 
 The weights go from the ranks that have them to those that write them, one layer at a time, and each file has one rank
-that writes it. Names, sizes and index of the files are those of huggingface_hub, which save_pretrained() has them from.
+that writes it. Names and index of the files are those of save_pretrained(), and each has at most 5 GB, the default of
+huggingface_hub.
 """
 
 import copy

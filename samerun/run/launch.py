@@ -44,7 +44,7 @@ from samerun.plan import Plan
 class StopSignal:
     """What to do when a signal comes. From stop_after_steps() on, it stops all ranks after the same step."""
 
-    # Both are the process's, as signals are.
+    # Both belong to the process, as signals do.
     requested = ""  # The name of the signal.
     raises = False  # Whether it raises Stopped.
 
@@ -278,7 +278,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, Stopped):
         say(f"Stopped by {error}; the same command continues.")
         return 1
-    lost = is_lost_rank(error)  # It says why.
+    lost = is_lost_rank(error)  # That rank says why.
     if lost and StopSignal.requested:  # The launcher has asked all ranks to end, because one of them has failed.
         return 1
     is_said = False

@@ -28,10 +28,10 @@ def sample_of_weights(model: torch.nn.Module, frozen: bool = False) -> int:
 
 
 def checksum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """int64, on the tensor's device. It is another one whenever a single number has other bits.
+    """int64, on the tensor's device. It differs whenever a single number has other bits.
 
-    It is the sum of the numbers' bits, each times an odd number by its place, as integers that wrap around: an odd
-    factor maps no two integers to the same one.
+    It is the sum of the bits of the numbers, each times an odd factor that depends on its place. The integers wrap
+    around, and an odd factor maps no two of them to the same one.
     """
     factors = odd_numbers(tensor.device)
     bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
