@@ -371,6 +371,14 @@ def test_copies_without_shards_are_refused(monkeypatch):
     assert layout_of(config_of(), 1, is_sharded=True).shards == 1  # FSDP2 on one process, to try it.
 
 
+def test_shards_without_fsdp2_are_refused(monkeypatch):
+    """DDP would leave out parallelism_config_dp_shard_size without a word, and give each process a whole model."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    with pytest.raises(UserError, match="launch: parallelism_config_dp_shard_size 4: needs FSDP2; take .*fsdp2.yaml"):
+        layout_of(config_of(), 4, is_sharded=False)
+    assert layout_of(config_of(), 4, is_sharded=True).shards == 4
+
+
 def test_context_parallelism_refuses_auto(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     config = config_of(limit="auto")

@@ -304,6 +304,7 @@ def fsdp(house: House) -> None:
         "Layout.uses", "self.is_sharded if name == 'dp_shard' else self.size(name) > 1", "self.size(name) > 1"
     )
     house.drop_statements("Layout.setting", "dp_shard")
+    house.drop_statements("layout_of", "shards")
     house.drop_parameter("layout_of", "is_sharded", False)
     house.drop_parameter("PlannedLaunch.__init__", "is_sharded", False)
     house.replace("PlannedLaunch.__init__", "uses_fsdp()", "False")
