@@ -241,7 +241,7 @@ def write_index(
                 writer.add(batch, number, place, own)
         totals = writer.finish()
     # As identity_of_token_files() has them: the next launch may have another working folder.
-    paths = [real_path(file.path if isinstance(file, TokenFile) else file) for file in files]
+    paths = [real_path(file.path) if isinstance(file, TokenFile) else file for file in files]
     complete = [*folder.glob("*.bin"), *folder.glob("*.arrow")]
     for file in complete:
         sync(file)
