@@ -317,10 +317,10 @@ class Config(Section):
         self.check_batch()
         self.check_tokenizer()
         for name in self.run.tracker_options:
-            require({name, "all"} & {*self.run.trackers}, f"run.tracker_options: {name!r} is none of run.trackers")
+            require({name, "all"} & {*self.run.trackers}, f"run.tracker_options: {name!r} is not one of run.trackers")
         for name in self.run.allow_changes:
             known = name in (ROWS, ROW_ORDER, FROZEN, GONE) or setting_of(name) in config_fields(type(self))
-            require(known, f"run.allow_changes: {name!r} is no setting; write them as optim.learning_rate")
+            require(known, f"run.allow_changes: {name!r} is not a setting; write them as optim.learning_rate")
         return self
 
     def check_sources(self) -> None:

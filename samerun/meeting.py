@@ -95,7 +95,7 @@ class Meeting:
         return lost
 
     def lost_rank_behind(self, error: BaseException) -> LostRank | Stopped | None:
-        """Why a collective has failed: another rank has left with a reason, or some say nothing any more.
+        """Why a collective has failed: another rank has left with a reason, or some are silent.
 
         Not asked on one node, where the launcher says it, nor in an elastic launch, which should restart without delay.
         """
@@ -168,7 +168,7 @@ class Meeting:
     def open_store(self) -> dist.TCPStore:
         """The one that torch's process groups will use, too."""
         host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT", 29500)  # The default is Accelerate's.
-        require(0 < port < 2**16, f"launch: MASTER_PORT {port} is no port; give one up to 65535")
+        require(0 < port < 2**16, f"launch: MASTER_PORT {port} is not a port; give one up to 65535")
         is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # By torchrun, with its own processes.
         # It still has the keys of the ranks that have failed, which torch would take for those of the new ones.
         advice = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
@@ -212,7 +212,7 @@ class Meeting:
                     socket.create_connection((host, port), timeout=5).close()
                     return
                 except UnicodeError as error:  # Later it would be no name either.
-                    raise UserError(f"launch: MASTER_ADDR {host!r} is no name of a host: {one_line(error)}") from error
+                    raise UserError(f"launch: MASTER_ADDR {host!r} is not a host name: {one_line(error)}") from error
                 except OSError as error:
                     problem = one_line(error)
                 leave_at_signals()  # Nobody can be told. Later, all ranks stop.
@@ -376,5 +376,5 @@ def number_in(name: str, default: int = 1) -> int:
     value = os.environ.get(name, str(default))
     advice = "unset it, or start by accelerate launch"
     is_number = value.isdecimal() and len(value) < 10  # Python's int() has a limit of digits.
-    require(is_number, f"the environment variable {name} is {value[:50]!r}, and no number; {advice}")
+    require(is_number, f"the environment variable {name} is {value[:50]!r}, not a number; {advice}")
     return int(value)

@@ -27,7 +27,7 @@ Location = Annotated[Text, AfterValidator(os.path.expanduser)]  # In a YAML file
 
 def as_folder(path: str) -> str:
     """A path with :// would be taken for folders of such names."""
-    require("://" not in path, f"{path} is no folder here; give one, and copy what is saved in it by run.after_save")
+    require("://" not in path, f"{path} is not a folder here; give one, and copy what is saved in it by run.after_save")
     return path
 
 

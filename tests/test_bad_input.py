@@ -145,7 +145,7 @@ case("boolean for an integer", {"run.max_steps": True}, "run.max_steps", "intege
 case("fraction for an integer", {"run.log_every": 1.5}, "run.log_every", "integer", "1.5")
 case("integer for a boolean", {"run.keep_best": 1}, "run.keep_best", "boolean")
 case("changes that are not named", {"run.allow_changes": True}, "run.allow_changes: Input", "valid list, not True")
-case("changes of nothing", {"run.allow_changes": "optim.lr"}, "'optim.lr' is no setting", "as optim.learning_rate")
+case("changes of nothing", {"run.allow_changes": "optim.lr"}, "'optim.lr' is not a setting", "as optim.learning_rate")
 case("string for a number", {"optim.learning_rate": "fast"}, "optim.learning_rate", "number", "'fast'")
 case("infinity", {"optim.learning_rate": float("inf")}, "optim.learning_rate", "finite")
 case("not a number", {"optim.weight_decay": float("nan")}, "optim.weight_decay", "finite")
@@ -1073,7 +1073,9 @@ def as_shuffled_by_numpy(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-case("output_dir on object storage", {"run.output_dir": "s3://bucket/x"}, "run.output_dir: s3://bucket/x is no folder")
+case(
+    "output_dir on object storage", {"run.output_dir": "s3://bucket/x"}, "run.output_dir: s3://bucket/x is not a folder"
+)
 case("output_dir is a file", {"run.output_dir": "TMP/file"}, "run.output_dir", "TMP/file", make=file("file"))
 case(
     "output_dir below a file",
@@ -1122,13 +1124,13 @@ def no_checkpoints(make):
 case(
     "checkpoints is a file",
     {},
-    "TMP/out/checkpoints is no folder",
+    "TMP/out/checkpoints is neither a folder",
     make=no_checkpoints(lambda path: path.write_text("")),
 )
 case(
     "checkpoints leads nowhere",
     {},
-    "TMP/out/checkpoints is no folder, nor a link to one",
+    "TMP/out/checkpoints is neither a folder nor a link to one",
     make=no_checkpoints(lambda path: path.symlink_to("nowhere")),
 )
 case("output_dir in use", {}, "run.output_dir", "TMP/out", "in use by another run", "choose another", make=hold_lock)
@@ -1136,11 +1138,11 @@ case("unknown tracker", {"run.trackers": ["wandbb"]}, "run.trackers", "wandbb", 
 case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dvclive", "install")
 case("resume path missing", {"run.resume": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
 case("resume path foreign", {"run.resume": "DATA/docs"}, "DATA/docs/manifest.json", "No such file")
-case("resume from a model", {"run.resume": "DATA/model"}, "DATA/model is a model, and no checkpoint")
+case("resume from a model", {"run.resume": "DATA/model"}, "DATA/model is a model, not a checkpoint")
 case(
     "resume from a run folder",
     {"run.resume": "DATA/trained"},
-    "DATA/trained is no checkpoint, but has some; give one of them, such as DATA/trained/checkpoints/step-00000004",
+    "DATA/trained is not a checkpoint, but has some; give one of them, such as DATA/trained/checkpoints/step-00000004",
 )
 case(
     "weights from a folder of checkpoints",
@@ -1220,7 +1222,7 @@ case(
 case(
     "init_from of a model",
     {"run.init_from": "DATA/model"},
-    "DATA/model is a model, and no checkpoint",
+    "DATA/model is a model, not a checkpoint",
     "model.pretrained",
 )
 case(

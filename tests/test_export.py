@@ -606,7 +606,7 @@ def test_a_project_is_not_replaced(kept, tmp_path):
     project.mkdir()
     (project / "config.json").write_text("{}")
     words = "--run.output_dir", done.folder, "--export", "last", "--to"
-    assert "holds no model" in run(tmp_path, config, *words, project, expect=2).output
+    assert "does not hold a model" in run(tmp_path, config, *words, project, expect=2).output
     (project / "model.safetensors").touch()
     (project / "thesis").mkdir()
     assert "also holds thesis" in run(tmp_path, config, *words, project, expect=2).output

@@ -401,7 +401,7 @@ def test_an_address_that_cannot_be_a_name(monkeypatch, host):
     """Python refuses to look it up, by an error that is no OSError."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": host}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"launch: MASTER_ADDR '{host}' is no name of a host: "), Meeting(0.05):
+    with pytest.raises(UserError, match=f"launch: MASTER_ADDR '{host}' is not a host name: "), Meeting(0.05):
         pass
 
 

@@ -344,13 +344,13 @@ def test_metrics_that_are_a_link(again):
 def test_a_variable_that_is_no_number(whole, tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "two")
     done = run(tmp_path, whole[0], expect=2)
-    assert f"the environment variable {name} is 'two', and no number; unset it" in done.output
+    assert f"the environment variable {name} is 'two', not a number; unset it" in done.output
 
 
 def test_a_variable_of_too_many_digits(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "9" * 5000)
     done = run(tmp_path, whole[0], expect=2)
-    assert f"the environment variable WORLD_SIZE is '{'9' * 50}', and no number; unset it" in done.output
+    assert f"the environment variable WORLD_SIZE is '{'9' * 50}', not a number; unset it" in done.output
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])

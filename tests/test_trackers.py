@@ -162,7 +162,7 @@ def test_options_of_a_tracker_that_is_not_used(tmp_path):
     config = config_of(tmp_path, "tensorboard")
     config["run"]["tracker_options"] = {"wandb": {"entity": "me"}}
     output = run(tmp_path, config, expect=2).output
-    assert re.search("run.tracker_options: 'wandb' is none of run.trackers", output)
+    assert re.search("run.tracker_options: 'wandb' is not one of run.trackers", output)
 
 
 def test_options_of_a_tracker_that_does_not_exist(tmp_path):
@@ -170,7 +170,7 @@ def test_options_of_a_tracker_that_does_not_exist(tmp_path):
     config = config_of(tmp_path, "all")
     config["run"]["tracker_options"] = {"tensorbord": {"flush_secs": 5}}
     output = run(tmp_path, config, expect=2).output
-    assert re.search("error: run.tracker_options: tensorbord is no tracker; there are .*tensorboard, ", output)
+    assert re.search("error: run.tracker_options: tensorbord is not a tracker; there are .*tensorboard, ", output)
 
 
 def test_options_reach_the_tracker(tmp_path):

@@ -142,7 +142,7 @@ def stop_after_turns(model: torch.nn.Module, tokenizer: transformers.PreTrainedT
         return
     special = tokenizer.added_tokens_decoder
     if not said or said[-1] not in special:
-        problem = "by text that is no special token of the tokenizer"
+        problem = "by text that is not a special token of the tokenizer"
         advice = "Name the markers of the template in data.special_tokens."
         if rest and rest[0] in special:
             problem = f"by {tokenizer.convert_ids_to_tokens(rest[0])}, but outside of its generation block"

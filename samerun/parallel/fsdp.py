@@ -17,7 +17,7 @@ BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torc
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that are sharded one by one. What holds the embedding, as in a BERT, is none of them: the output
+    """The modules that are sharded one by one. One that holds the embedding, as in a BERT, is left out: the output
     layer may have the same weight, and both must be sharded together."""
     embedding = model.get_input_embeddings()
     return [module for module in unsplit_modules(model) if embedding not in module.modules()]

@@ -106,7 +106,7 @@ def say_memory(config: Config, launches: list[PlannedLaunch]) -> None:
     kind, precision = named(launches[0]), launches[0].precision
     say(f"\nGiB per device, {kind}, mixed precision {precision}:")
     if launches[0].layout.ep > 1:
-        say("It takes for granted that the router sends equally many tokens to all experts.")
+        say("It assumes that the router sends equally many tokens to all experts.")
     say(pd.DataFrame(lines).to_string(index=False))
     for text in filter(None, advice):
         say(text)

@@ -244,11 +244,11 @@ def read_manifest(folder: Path) -> dict:
     """Raises UserError if it is not one, or its folder no checkpoint."""
     if not (folder / "manifest.json").exists():
         is_model, is_adapter = ((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-        require(not is_model, f"{folder} is a model, and no checkpoint of this script; give it as model.pretrained")
+        require(not is_model, f"{folder} is a model, not a checkpoint of this script; give it as model.pretrained")
         require(not is_adapter, f"{folder} is an exported adapter; give a checkpoint of its run")
     inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
     if inside:
-        raise UserError(f"{folder} is no checkpoint, but has some; give one of them, such as {inside[-1]}")
+        raise UserError(f"{folder} is not a checkpoint, but has some; give one of them, such as {inside[-1]}")
     with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
         manifest = json.loads((folder / "manifest.json").read_text())
         is_whole = isinstance(manifest["config"], dict) and "step" in manifest and manifest["files"]
@@ -257,7 +257,7 @@ def read_manifest(folder: Path) -> dict:
         is_named = re.fullmatch(r"step-\d{8,}", folder.name)
         require(not is_named or step_of(folder) == progress.step, f"it is of step {progress.step}, by another name")
         others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
-        require(not others, f"{min(others, default='')} beside it is not of it, and would be read; move it away")
+        require(not others, f"{min(others, default='')} beside it would be read, but is not of it; move it away")
         are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
         require(are_sizes_and_sums, "its files are not listed by size and checksum")
         return manifest

@@ -153,13 +153,13 @@ def check_replaceable(folder: Path) -> None:
     """Raises UserError for a folder that holds anything but an exported model."""
     if not os.path.lexists(folder):
         return
-    require(folder.is_dir() and not folder.is_symlink(), f"--to: {folder} is there, and no folder; name another one")
+    require(folder.is_dir() and not folder.is_symlink(), f"--to: {folder} exists, and is not a folder; name another")
     files = [path for path in folder.iterdir() if path.name != CHAT_TEMPLATE_DIR]
     others = [path.name for path in files if path.is_dir() or path.suffix not in OF_A_MODEL]
     require(not others, f"--to: {folder} also holds {min(others, default='')}; name another folder")
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     is_free = (has_config and any(folder.glob("*.safetensors"))) or not os.listdir(folder)
-    require(is_free, f"--to: {folder} is there, and holds no model; name another folder")
+    require(is_free, f"--to: {folder} exists, and does not hold a model; name another folder")
 
 
 class SavedWeights:

@@ -69,7 +69,7 @@ class RunFolder:
     def __exit__(self, kind, error, traceback) -> bool:
         """A launch that fails says why in status.json. One that was refused leaves no folder behind.
 
-        One that is stopped before its first step has failed in nothing: that is no error any more.
+        One that is stopped before its first step has not failed: its error ends here.
         """
         is_stopped = isinstance(error, Stopped)
         if is_stopped:
@@ -109,7 +109,7 @@ class RunFolder:
         """Raises UserError unless the folder is new or holds a run."""
         if is_main_process():
             is_folder = self.checkpoints.is_dir() or not os.path.lexists(self.checkpoints)
-            require(is_folder, f"run.output_dir: {self.checkpoints} is no folder, nor a link to one")
+            require(is_folder, f"run.output_dir: {self.checkpoints} is neither a folder nor a link to one")
             for file in (self.path / "status.json", self.path / "config.yaml"):
                 require(not file.is_dir(), f"run.output_dir: {file} is a folder, not a file; move it away")
             self.check_that_nothing_is_lost()
@@ -195,7 +195,7 @@ class RunFolder:
         require(is_usable, f"run.output_dir: {self.path}/metrics.jsonl is neither a file nor a link to one; remove it")
         if not metrics.exists():
             return metrics, ""
-        with as_user_error(f"run.output_dir: {metrics} is damaged; mend it, or move it away"):
+        with as_user_error(f"run.output_dir: {metrics} is damaged; fix it, or move it away"):
             lines = metrics.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("}\n")]
             kept = [line for line in whole if is_done(json.loads(line))]

@@ -163,7 +163,7 @@ def start_accelerator(config: Config) -> Accelerator:
         if precision == "fp8":
             check_float8(accelerator)
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
-    require(not missing, f"run.trackers: {', '.join(missing)} is not there; pip install it, or leave it out")
+    require(not missing, f"run.trackers: {', '.join(missing)} is not installed; pip install it, or leave it out")
     has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
     require(has_backward, "model.attention flex_attention: torch has no backward pass of it on this device; use sdpa")
     return accelerator
@@ -304,7 +304,7 @@ def report(error: BaseException) -> int:
     if "temporary directory" in str(error):
         note = "; set TMPDIR to a folder that can be written"
     elif disk:
-        note = "; the run folder's checkpoints are complete: once this is mended, the same command continues"
+        note = "; the run folder's checkpoints are complete: once this is fixed, the same command continues"
     if is_full(error):
         note = f"; make room there{note}"
     print(f"error: {str(error) or type(error).__name__}{note}", file=sys.stderr, flush=True)

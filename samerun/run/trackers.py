@@ -38,7 +38,7 @@ def start_trackers(
     given = config.tracker_options
     unknown = given.keys() - LOGGER_TYPE_TO_CLASS.keys()  # With "all", the config could name any.
     known = ", ".join(LOGGER_TYPE_TO_CLASS)
-    require(not unknown, f"run.tracker_options: {', '.join(sorted(unknown))} is no tracker; there are {known}")
+    require(not unknown, f"run.tracker_options: {', '.join(sorted(unknown))} is not a tracker; there are {known}")
     options = {tracker: of_run(name, ids["id"]) for tracker, of_run in RUN_OPTIONS.items()}
     options["mlflow"] = {"run_name": name}
     for tracker, (option, _) in OWN_IDS.items():
