@@ -150,6 +150,18 @@ def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
     assert pushed == ["step-00000002"] and commits == ["Step 2"]
 
 
+@pytest.mark.parametrize("change", [("--run.keep_best", "false"), ("--eval.max_rows", 3)])
+def test_a_finished_run_pushes_what_it_has_exported(tmp_path, commits, change):
+    """Also if the best checkpoint is not wanted any more, or the evaluation is of other rows."""
+    config = config_of(tmp_path, "end", keep_best=True, eval_every=2)
+    config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
+    hub = config["run"].pop("hub")
+    run(tmp_path, config)
+    config["run"]["hub"] = hub
+    assert "Finished already" in run(tmp_path, config, *change).output
+    assert commits == ["Step 2"]
+
+
 def test_a_launch_that_is_stopped_pushes_nothing(tmp_path, monkeypatch, commits):
     """Not even the model of an earlier one, which is still there."""
     config = config_of(tmp_path)

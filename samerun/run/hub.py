@@ -57,9 +57,7 @@ def push_export(config: Config, progress: Progress) -> None:
     hub, folder = config.run.hub, Path(config.run.output_dir)
     if hub is None or not is_main_process():
         return
-    step = progress.step
-    if config.run.keep_best and progress.best_checkpoint:
-        step = step_of(Path(progress.best_checkpoint))
+    step = step_of(Path(progress.best_checkpoint)) if progress.best_checkpoint else progress.step
     note = folder / "hub.json"
     wanted = json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
     try:

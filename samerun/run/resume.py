@@ -89,18 +89,20 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
         f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {path} "
         f"is of a later one; give a length of at least {progress.step:,} steps, or choose a new run.output_dir",
     )
-    if manifest.get("evaluation", record["evaluation"]) != record["evaluation"]:  # Older manifests do not say it.
+    evaluation = record["evaluation"]
+    is_same_evaluation = manifest.get("evaluation", evaluation) == evaluation  # Older manifests do not say it.
+    if not is_same_evaluation:
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
-        progress.forget_best()
         progress.forget_lowest()
-    # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
-    if not (run.keep_best and kept_best(setup.folder, progress)):
+    if setup.is_over(progress) and setup.folder.is_finished(progress.step):
+        return progress  # With the best checkpoint, if there is one: that is what has been exported.
+    # It is gone, or no longer wanted: the next evaluation is the best one again.
+    if not (is_same_evaluation and run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     say_if_rows_do_not_follow(setup, progress)
     say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
-    if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
-        load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
-        say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
+    load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
+    say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 
 
