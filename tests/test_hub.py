@@ -1,5 +1,6 @@
 """run.hub: the model of a run on the Hub, here a small server of this machine."""
 
+import fnmatch
 import json
 import re
 import signal
@@ -111,6 +112,39 @@ def test_samples_are_not_in_the_card(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     card = room.model_card(tmp_path / "run", config, 4)
     assert "| plan/precision | no |\n| eval/loss | 1.5 |\n\n" in card and "# c" not in card
+
+
+def test_what_the_hub_gets(tmp_path, monkeypatch):
+    """A repository of the user; with model.lora, our card in place of peft's; no file of an earlier push. The card has
+    nothing of run.tracker_options."""
+    got = {}
+
+    def create_repo(repo_id, **more):
+        got["repository"] = {"repo_id": repo_id, **more}
+        return SimpleNamespace(repo_id="me/tiny")
+
+    def upload_folder(folder_path, delete_patterns, **more):
+        got["card"], got["upload"] = (Path(folder_path) / "README.md").read_text(), more
+        for old in "adapter_model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json":
+            assert any(fnmatch.fnmatch(old, pattern) for pattern in delete_patterns)
+        return SimpleNamespace(repo_url="https://hub/me/tiny")
+
+    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    options = {"trackers": ["tensorboard"], "tracker_options": {"tensorboard": {"comment": "a password"}}}
+    read = as_read(tmp_path / "run", hub={"repo_id": "tiny"}, **options)
+    config = read.model_copy(update={"model": read.model.model_copy(update={"lora": {"r": 2}})})
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": 3, "train/loss": 2.5, "perf/mfu": 1, "train/loss/a": null}\n'
+    )
+    card = tmp_path / "run" / "model" / "README.md"
+    card.write_text("by peft")
+    room.push(tmp_path / "run" / "model", config, 3)
+    assert got["repository"] == {"repo_id": "tiny", "private": True, "exist_ok": True}
+    assert got["upload"] == {"repo_id": "me/tiny", "commit_message": "Step 3"}
+    assert "library_name: peft" in got["card"] and "password" not in got["card"]
+    assert re.findall(r"^\| (\S+) \| (\S+) \|$", got["card"], re.M) == [("train/loss", "2.5")]
+    assert card.read_text() == "by peft"
 
 
 def test_what_cannot_be_exported_is_not_pushed(tmp_path, monkeypatch, commits):
