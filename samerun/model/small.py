@@ -36,12 +36,18 @@ def model_to_try(model: torch.nn.Module, config: Model, new_tokens: Sequence[int
 
 
 def small_model(model: PreTrainedModel, config: Model, chunks: int, device: torch.device) -> PreTrainedModel:
-    """A small model without adapters, in float32 and the same on all ranks, to be divided.
+    """A small model in float32, the same on all ranks, to be divided or to share rows.
 
     What differs from one rank to another, such as the plans of transformers and the sums over ranks, is a matter of the
     kind and the layout. So a mistake in it shows in a few layers.
     """
-    small = first_that_works(lambda found: type(model)._from_config(found, dtype=torch.float32), model, config, chunks)
+
+    def make(found: transformers.PreTrainedConfig) -> torch.nn.Module:
+        if config.lora is not None:  # Then no rank divides it.
+            return make_model(config.model_copy(update={"pretrained": None, "dtype": "float32"}), found, 0, 0)
+        return type(model)._from_config(found, dtype=torch.float32)
+
+    small = first_that_works(make, model, config, chunks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in small.parameters():  # No two alike, and large enough that all gradients are above rounding.

@@ -7,6 +7,7 @@ another reason than FSDP2, the model is divided here, in one fixed order: layers
 FSDP2 of what is left. To remove a dimension, delete its module and the lines that name it.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,9 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from samerun.config import Config
-from samerun.data.batches import MicroBatch, RowRanks
+from samerun.data.batches import MicroBatch, RowRanks, collate
 from samerun.errors import as_user_error, is_main_process, require
-from samerun.model.checks import probe_batch
+from samerun.model.build import vocabulary_size
+from samerun.model.checks import probe_batch, probe_row
 from samerun.model.loss import add_metrics, check_names, patched
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
@@ -84,6 +86,8 @@ class Parallelism:
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
+        if self.layout.row_ranks > 1:
+            self.try_out_parts(model)
         if self.config.batch.accumulation == "kept_weights":
             self.plugin.reshard_after_forward = False
         if not self.layout.is_divided:
@@ -222,6 +226,27 @@ class Parallelism:
             dist.all_gather_object(parts, found, group=self.pipeline_groups.hosts)
             found = {name: value for part in parts for name, value in part.items()}
         return found
+
+    @torch.no_grad()
+    def try_out_parts(self, model: torch.nn.Module) -> None:
+        """Raises UserError if the losses of the parts of a row, of which each rank has one, are not that of the row.
+
+        They are not if a loss relates tokens to each other: no rank has all of them.
+        """
+        setting = self.layout.setting("cp" if self.layout.cp > 1 else "sp")
+        small = small_model(model, self.config.model, 1, self.accelerator.device)
+        row = probe_row(
+            vocabulary_size(small), packed=True, lengths=(7, 9)
+        )  # Several ranks have some of each document.
+        batch = collate([row], self.accelerator.device, joined=True)
+        with (
+            patched(self.accelerator, "native_amp", False),
+            as_user_error(f"{setting}: no pass of a part of a row works"),
+        ):
+            whole = self.metrics_of(small, [batch])["loss"].item()
+            parts = self.sum_over_ranks(self.metrics_of(small, self.part_of([batch])))["loss"].item()
+        refusal = f"{setting}: the losses of the parts of a row that ranks share do not add up to that of the row"
+        require(math.isclose(parts / self.layout.data_parallel_size, whole, rel_tol=1e-4), f"{refusal}; take FSDP2")
 
     # The step ---------------------------------------------------------------------------------------------------------
 

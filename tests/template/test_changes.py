@@ -204,10 +204,40 @@ def test_a_teacher_whose_rows_ranks_share(task, tmp_path):
     how = {"processes": 2, "env": {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "warm": True}
     refused = launch(tmp_path, config, script=fork(tmp_path, TEACHER.format(attention="")), expect=None, **how)
     [message] = re.findall("^error: .*", refused.output, re.M)
-    assert message.startswith("error: model_inputs: ranks share rows, of which another model would see a part; first")
+    assert "model_inputs: ranks share rows, of which another model would see a part; first call its set_att" in message
     given = "teacher.set_attn_implementation(model.config._attn_implementation)"
     script, again = fork(tmp_path, TEACHER.format(attention=given)), ("--run.output_dir", tmp_path / "again")
     did.check(launch(tmp_path, config, *again, script=script, **how))
+
+
+SMOOTH = """
+def loss_function(config):
+    from samerun.model.loss import model_inputs
+    from samerun.model.outline import unwrapped
+
+    def loss_of(wrapped, batch, chunked=False):
+        logits = wrapped(**model_inputs(unwrapped(wrapped), batch)).logits.flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        known = batch.targets.flatten() != -100  # Not that of the last token of a document.
+        loss = losses.sum() + losses.diff()[known[1:] & known[:-1]].square().sum()
+        return loss, {"loss": loss}
+
+    return loss_of
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way, lora", [("SP", "null"), ("CP", "null"), ("CP", "{r: 2, target_modules: [q_proj]}")])
+def test_a_loss_that_relates_tokens_needs_whole_rows(task, tmp_path, way, lora):
+    """Ranks that share a row would leave out what is between their parts, in silence."""
+    config, *_ = task
+    how = {"script": fork(tmp_path, SMOOTH), "warm": True, "processes": 2}
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--model.lora", lora
+    launch(tmp_path, config, *settings, **how)
+    env = {f"PARALLELISM_CONFIG_{way}_SIZE": "2"}
+    shared = launch(tmp_path, config, *settings, "--run.output_dir", tmp_path / "b", expect=None, env=env, **how)
+    told = f"_{way.lower()}_size 2: the losses of the parts of a row that ranks share do not add up to that of the row"
+    assert re.findall("^error: .*", shared.output, re.M) == [f"error: launch: parallelism_config{told}; take FSDP2"]
 
 
 def test_metrics_that_some_calls_leave_out_are_refused(task, tmp_path, monkeypatch):
