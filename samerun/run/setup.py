@@ -13,7 +13,7 @@ from accelerate.utils import memory
 
 from samerun.config import Config, eval_setting
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
-from samerun.data.rows import Dataset, check_token_ids, longest_row
+from samerun.data.rows import Dataset, Mixture, check_token_ids, longest_row
 from samerun.errors import as_user_error, require
 from samerun.model.checks import is_same_loss, probe_row
 from samerun.model.loss import joins_documents
@@ -137,31 +137,69 @@ def check_evaluations(setup: Setup) -> None:
 
 
 @torch.no_grad()
+def loss_in(setup: Setup, micro_batches: list[list[np.ndarray]]) -> float:
+    """The summed loss of micro-batches of these rows, of the model as the ranks have it."""
+    parallel = setup.parallel
+    batches = [setup.collate(rows, setup.accelerator.device, setup.joined) for rows in micro_batches]
+    setup.wrapped.eval()
+    with torch.compiler.set_stance("force_eager"):  # No code need be made for such short rows.
+        metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
+    setup.wrapped.train()
+    return parallel.sum_over_ranks(metrics)["loss"].item() / parallel.layout.data_parallel_size
+
+
+def is_exact(setup: Setup) -> bool:
+    """Whether a loss is computed in float32, and not rounded further."""
+    return setup.accelerator.mixed_precision == "no" and setup.accelerator.device.type == "cpu"
+
+
+def short_rows(setup: Setup) -> list[np.ndarray]:
+    """Two rows. Those of text are made up, because in its data all may be long."""
+    data = setup.train_data
+    if setup.collate is collate and type(data) in (Dataset, Mixture):
+        row = probe_row(setup.vocabulary, packed=True)
+        return [row[:, :4], row[:, 4:]]
+    numbers = data.rows_at(0, min(len(data), 64))
+    lengths, targets = data.sizes(numbers)
+    return data.read_rows(numbers[np.lexsort((lengths, targets == 0))[:2]])
+
+
+def check_sums(setup: Setup) -> None:
+    """Raises UserError if the loss of two rows is another one in two micro-batches than in one.
+
+    So are a mean, and a loss that compares the rows of a micro-batch. The run would depend on how rows are split.
+    """
+    if setup.accelerator.mixed_precision == "fp8":
+        return  # It needs longer rows.
+    rows = short_rows(setup)
+    together, apart = loss_in(setup, [rows]), loss_in(setup, [[row] for row in rows])
+    rounding = 1e-5 if is_exact(setup) and setup.model.dtype == torch.float32 else 5e-2
+    same = not math.isfinite(apart) or abs(together - apart) <= rounding * max(1, abs(apart))
+    found = f"the loss of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
+    require(
+        same,
+        f"token_loss, compute_loss or the model: {found}; let each row add the same to a sum, whatever is beside it",
+    )
+
+
 def check_documents(setup: Setup) -> None:
     """Raises UserError if the model of the run, as the ranks have it, gives documents that share a row another loss.
 
     A small model has been tried before. This one has all layers, the weights of a pretrained model, and its device.
     """
-    parallel, precision = setup.parallel, setup.accelerator.mixed_precision
-    if setup.config.data.packing == "none" or precision == "fp8" or setup.collate is not collate:
+    if (
+        setup.config.data.packing == "none"
+        or setup.accelerator.mixed_precision == "fp8"
+        or setup.collate is not collate
+    ):
         return  # float8 needs longer rows, and a fork may have rows of its own.
-
-    def loss_of(*rows: np.ndarray) -> float:
-        batches = [collate([row], setup.accelerator.device, setup.joined) for row in rows]
-        metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
-        return parallel.sum_over_ranks(metrics)["loss"].item()
-
     row = probe_row(setup.vocabulary, packed=True)
-    setup.wrapped.eval()
-    with torch.compiler.set_stance("force_eager"):  # No code need be made for such short rows.
-        packed, alone = loss_of(row), loss_of(row[:, :4], row[:, 4:])
-    setup.wrapped.train()
+    packed, alone = loss_in(setup, [[row]]), loss_in(setup, [[row[:, :4]], [row[:, 4:]]])
     advice = "check the weights of model.pretrained"
     require(math.isfinite(alone), f"model: the loss is {alone:g} before any step; {advice}")
-    is_exact = precision == "no" and setup.accelerator.device.type == "cpu"
-    same = is_same_loss(setup.model, packed, alone) if is_exact else abs(packed - alone) <= 1e-2 * abs(alone)
+    same = is_same_loss(setup.model, packed, alone) if is_exact(setup) else abs(packed - alone) <= 1e-2 * abs(alone)
     found = f"{packed:.6g} in one row, {alone:.6g} in rows of their own"
-    require(same, f"data.packing: the loss of two documents is {found}; use none")
+    require(same, f"data.packing: the loss of two documents is {found}; use none, if the loss is a sum")
 
 
 def check_vocabulary(setup: Setup) -> None:

@@ -210,6 +210,29 @@ def test_a_teacher_whose_rows_ranks_share(task, tmp_path):
     did.check(launch(tmp_path, config, *again, script=script, **how))
 
 
+MEAN = """
+def token_loss(logits, targets):
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    return loss, {"loss": loss}
+"""
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_mean_is_refused(task, tmp_path, monkeypatch, is_own):
+    """It would depend on how many rows are in a micro-batch. So do losses of rows that a fork makes in its own way."""
+    config, *_ = task
+    names = {"torch": torch}
+    exec(MEAN, names)
+    monkeypatch.setattr(train, "token_loss", names["token_loss"])
+    if is_own:
+        collate = train.collate
+        monkeypatch.setattr(train, "collate", lambda *given: collate(*given))
+    settings = "--batch.max_micro_batch_size", 1, "--model.chunked_loss", "false"
+    told = run(tmp_path, config, *settings, expect=2).output
+    one, two = map(float, re.search("the loss of two rows is (.*) in one micro-batch, (.*) in two; let", told).groups())
+    assert 1.5 < two / one < 2.5
+
+
 SMOOTH = """
 def loss_function(config):
     from samerun.model.loss import model_inputs
