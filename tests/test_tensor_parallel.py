@@ -32,7 +32,7 @@ from samerun.config import Batch, Config, Data, Eval, Model, Optim
 from samerun.data.batches import collate
 from samerun.errors import UserError
 from samerun.parallel.layout import Layout, check_combination, layout_of
-from samerun.parallel.mesh import check_divisible
+from samerun.parallel.mesh import Parallelism, check_divisible
 from samerun.parallel.tensor import with_few_lengths
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py"
@@ -350,6 +350,18 @@ def test_refused_without_a_plan():
     found = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)
     with pytest.raises(UserError, match="transformers has no plan how ranks share a gpt2"):
         check_divisible(transformers.GPT2LMHeadModel(found), config_of(), Layout(tp=2))
+
+
+def test_a_loss_of_something_else_is_refused(tmp_path):
+    """As that of a fork without text: a small model is tried on tokens."""
+    config = Config(**tiny_config(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model.pretrained)
+    accelerator = SimpleNamespace(state=None, device=torch.device("cpu"))
+    parallel = Parallelism(config, accelerator, Layout(tp=2), lambda model, images: images.pixels)
+    with pytest.raises(
+        UserError, match="divided as tp 2, a model is first tried on some tokens, and no pass works: Ty"
+    ):
+        parallel.try_out(model, None)
 
 
 CHANGED_PLAN = f"""

@@ -198,7 +198,8 @@ class Parallelism:
         if layout.pp > 1:
             check_layers(small, chunks, self.loss_of, layout.setting("pp"))
             small.eval()
-        whole = [try_out_whole(small, self.loss_of) if is_main_process() else None]
+        with as_user_error(f"launch: divided as {layout}, a model is first tried on some tokens, and no pass works"):
+            whole = [try_out_whole(small, self.loss_of) if is_main_process() else None]
         broadcast_object_list(whole)
         with patched(self.accelerator, "native_amp", False):  # In float32, under FSDP2, too.
             self.divide(small)
