@@ -151,6 +151,14 @@ def test_one_process_continued_on_two(task, tmp_path):
     check(done, task, 1)
 
 
+def test_auto_is_refused(task, tmp_path):
+    """Rows that fit into memory are tried for text only: batch.max_micro_batch_size."""
+    script, config, *_ = task
+    settings = "--batch.max_micro_batch_size", "auto"
+    done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True, expect=2)
+    assert "error: batch.max_micro_batch_size: auto is for text only; give a number" in done.output
+
+
 def test_a_model_of_ones_own(tmp_path, monkeypatch):
     """The run of a plain loop, on one process and in the shards of two, and an export; one line of train.py is new."""
     module = ROOT / "tests/forks/own_model.py"
