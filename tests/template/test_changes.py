@@ -184,6 +184,17 @@ def loss_function(config):
 """
 
 
+def test_a_teacher_from_the_hub_is_loaded_when_the_network_is_known(task, tmp_path, monkeypatch):
+    """Otherwise, huggingface_hub asks for each file six times if there is none."""
+    config, *_ = task
+    calls = []
+    for name in "go_offline_without_network", "loss_function":
+        function = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *given, name=name, of=function: calls.append(name) or of(*given))
+    run(tmp_path, config, "--run.max_steps", 2, "--optim.warmup_steps", 0)
+    assert calls == ["go_offline_without_network", "loss_function"]
+
+
 @pytest.mark.slow
 def test_a_teacher_whose_rows_ranks_share(task, tmp_path):
     """With transformers' own attention it would see a rank's part of each row, and teach something else in silence."""
