@@ -846,6 +846,12 @@ def test_memory_of_a_host_with_tensor_parallelism(monkeypatch):
     assert memory["export"] == 4 * 12 * own + 2 * 2 * 4 * MANY_TOKENS * WIDTH
 
 
+def test_memory_of_a_host_whose_ranks_share_rows(monkeypatch):
+    """Each tries a small model before it has its own."""
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert memory_of_host(4)["start"] == 4 * 2 * 4 * (2 * 384 * WIDTH + 2 * LAYER + WIDTH)
+
+
 @pytest.mark.parametrize("schedule, tried", [("1F1B", 2), ("Interleaved1F1B", 4)])
 def test_memory_of_a_host_with_a_pipeline(schedule, tried):
     """Two copies of the model, each with half of the layers on a rank, and one of its ends. The small model has a layer

@@ -236,18 +236,16 @@ class Parallelism:
         """
         setting = self.layout.setting("cp" if self.layout.cp > 1 else "sp")
         small = small_model(model, self.config.model, 1, self.accelerator.device)
-        row = probe_row(
-            vocabulary_size(small), packed=True, lengths=(7, 9)
-        )  # Several ranks have some of each document.
+        # Documents that are cut: several ranks have some of each.
+        row = probe_row(vocabulary_size(small), packed=True, lengths=(7, 9))
         batch = collate([row], self.accelerator.device, joined=True)
-        with (
-            patched(self.accelerator, "native_amp", False),
-            as_user_error(f"{setting}: no pass of a part of a row works"),
-        ):
+        fails = as_user_error(f"{setting}: no pass of a part of a row works")
+        with patched(self.accelerator, "native_amp", False), fails:  # In float32.
             whole = self.metrics_of(small, [batch])["loss"].item()
             parts = self.sum_over_ranks(self.metrics_of(small, self.part_of([batch])))["loss"].item()
+        same = math.isclose(parts / self.layout.data_parallel_size, whole, rel_tol=1e-4)
         refusal = f"{setting}: the losses of the parts of a row that ranks share do not add up to that of the row"
-        require(math.isclose(parts / self.layout.data_parallel_size, whole, rel_tol=1e-4), f"{refusal}; take FSDP2")
+        require(same, f"{refusal}; take FSDP2")
 
     # The step ---------------------------------------------------------------------------------------------------------
 

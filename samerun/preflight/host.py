@@ -30,8 +30,8 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
     require(not is_whole, f"each rank builds the whole model of {kinds}")
     ranks = min(config.perf.ranks_per_host, launch.num_processes)
     largest = max(numbers_in(module) for module in modules_at_a_time(model))
-    tried = 0  # By every rank, whole and divided.
-    if layout.is_divided:
+    tried = 0  # By every rank, before it has its part.
+    if layout.is_divided or layout.row_ranks > 1:
         chunks = layout.pp * config.model.chunks_per_rank() if layout.pp > 1 else 1
         few = narrow(with_layers(model.config, layers_to_try(model, chunks)), layout.ep)
         tried = numbers_in(model_without_storage(config.model, few, few.get_text_config().num_hidden_layers))

@@ -176,10 +176,8 @@ def check_sums(setup: Setup) -> None:
     rounding = 1e-5 if is_exact(setup) and setup.model.dtype == torch.float32 else 5e-2
     same = not math.isfinite(apart) or abs(together - apart) <= rounding * max(1, abs(apart))
     found = f"the loss of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
-    require(
-        same,
-        f"token_loss, compute_loss or the model: {found}; let each row add the same to a sum, whatever is beside it",
-    )
+    advice = "let each row add the same to a sum, whatever is beside it"
+    require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
 
 
 def check_documents(setup: Setup) -> None:
@@ -187,11 +185,8 @@ def check_documents(setup: Setup) -> None:
 
     A small model has been tried before. This one has all layers, the weights of a pretrained model, and its device.
     """
-    if (
-        setup.config.data.packing == "none"
-        or setup.accelerator.mixed_precision == "fp8"
-        or setup.collate is not collate
-    ):
+    precision = setup.accelerator.mixed_precision
+    if setup.config.data.packing == "none" or precision == "fp8" or setup.collate is not collate:
         return  # float8 needs longer rows, and a fork may have rows of its own.
     row = probe_row(setup.vocabulary, packed=True)
     packed, alone = loss_in(setup, [[row]]), loss_in(setup, [[row[:, :4]], [row[:, 4:]]])
