@@ -630,6 +630,13 @@ def test_memory_of_tensor_parallelism(monkeypatch):
     assert memory_of(2)["weights"] == 4 * (norms + (PARAMETERS - norms) / 2)
 
 
+def test_memory_of_tensor_parallelism_with_tied_embeddings(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    norms, tied = (2 * LAYERS + 1) * WIDTH, PARAMETERS - 384 * WIDTH
+    memory = memory_of(2, architecture=LLAMA | {"tie_word_embeddings": True})
+    assert memory["weights"] == 4 * (norms + (tied - norms) / 2)
+
+
 def test_memory_of_tensor_parallelism_where_a_matrix_is_not_even(monkeypatch):
     """The launch divides it, see test_tensor_parallel.py. The first rank has one row more than the other."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
@@ -652,13 +659,46 @@ def test_memory_of_a_pipeline():
     assert memory["activations"] > 0.9 * memory_of(1)["activations"]
 
 
+def test_memory_of_a_pipeline_with_few_micro_steps():
+    """No rank holds the states of more micro-steps than there are, here 2. With more, Interleaved1F1B holds 3."""
+    for rows, is_same in (4, True), (8, False):
+        held = []
+        for schedule in "1F1B", "Interleaved1F1B":
+            memory = memory_of(2, {"global_batch_size": rows}, pipeline_ranks=2, pipeline_schedule=schedule)
+            held.append(memory["activations"])
+        assert (held[0] == held[1]) == is_same
+
+
+def test_memory_of_ddp():
+    """There are gradients before the first micro-step, as before all others. One process alone has none then, so what
+    it holds in the pass becomes less while they become more."""
+    one, two = ({"global_batch_size": rows, "max_micro_batch_size": 2} for rows in (4, 8))
+    assert memory_of(2, one) == memory_of(2, two)
+    alone = memory_of(1, {"global_batch_size": 2, "max_micro_batch_size": 2})
+    assert sum(alone.values()) < sum(memory_of(2, one).values())
+
+
+def test_memory_of_the_largest_micro_batch():
+    """It may be that of a stage of batch.warmup, here 5 rows before 4 times 4."""
+    plan = planned(memory_config({"max_micro_batch_size": 5, "warmup": [{"steps": 1, "rows": 5}]}), 1).plan
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (5, 1)
+
+
+def test_memory_where_the_launch_finds_the_number_of_rows():
+    """With batch.max_micro_batch_size auto, as if all rows fit at once."""
+    plan = planned(memory_config({"max_micro_batch_size": "auto"}), 2).plan
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (8, 1)
+
+
 def test_memory_of_three_dimensions(monkeypatch):
     """Of half of the layers and of one end half of each matrix, and of that FSDP2 has a quarter, as of whole norms."""
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     set_fsdp2(monkeypatch)
     norms = 2 * WIDTH
-    own = LAYERS // 2 * ((LAYER - norms) / 2 + norms) + 384 * WIDTH / 2 + WIDTH
+    layer, outside = (LAYER - norms) / 2 + norms, 384 * WIDTH / 2 + WIDTH
+    own = LAYERS // 2 * layer + outside
     memory = memory_of(16, pipeline_ranks=2)
+    assert memory["weights"] == own + 4 * (outside + 2 * layer) + 8 * layer  # A quarter, and what it gathers.
     assert (memory["gradients"], memory["optimizer"]) == (4 * own, 8 * own / 4)  # There are 2 micro-steps.
     assert memory_of(16, {"accumulation": "immediate"}, pipeline_ranks=2)["gradients"] == own
 
