@@ -104,6 +104,7 @@ class Setup:
 
 def check_setup(setup: Setup) -> None:
     check_sizes(setup)
+    check_adapted(setup)
     check_evaluations(setup)
     check_documents(setup)
 
@@ -114,6 +115,13 @@ def check_sizes(setup: Setup) -> None:
     batch = max(stage.plan.global_batch_size for stage in setup.stages)
     require(rows >= batch, f"data: {rows} rows; lower the global batch of {batch}")
     check_length(setup.config, setup.stages, setup.max_steps)
+
+
+def check_adapted(setup: Setup) -> None:
+    """Raises UserError if model.lora would be ignored, as of a model that a fork builds itself."""
+    if setup.config.model.lora is not None:
+        is_adapted = hasattr(setup.model, "peft_config")
+        require(is_adapted, "model.lora: the model has no adapter, and would be trained itself; call add_lora()")
 
 
 def check_optimizers(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -159,6 +159,13 @@ def test_auto_is_refused(task, tmp_path):
     assert "error: batch.max_micro_batch_size: auto is for text only; give a number" in done.output
 
 
+def test_adapters_that_nobody_adds_are_refused(task, tmp_path):
+    """A fork that builds its own model would ignore model.lora, and train all weights."""
+    script, config, *_ = task
+    done = launch(tmp_path, config, "--model.lora", "{r: 2}", script=script, processes=None, warm=True, expect=2)
+    assert "error: model.lora: the model has no adapter, and would be trained itself" in done.output
+
+
 def test_a_model_of_ones_own(tmp_path, monkeypatch):
     """The run of a plain loop, on one process and in the shards of two, and an export; one line of train.py is new."""
     module = ROOT / "tests/forks/own_model.py"
