@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -22,7 +23,6 @@ from samerun.cli import load_config, take_export
 from samerun.config import Config
 from samerun.errors import UserError
 from samerun.run import hub as room
-from samerun.run.checkpoint import Progress
 
 
 def config_of(folder: Path, every: str = "end", **more) -> dict:
@@ -41,6 +41,7 @@ def as_read(folder: Path, **more) -> Config:
     config = config_of(folder.parent, output_dir=str(folder), **more)
     (folder / "model").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
+    (folder / "status.json").write_text('{"status": "finished", "step": 4}')
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return Config.model_validate(config)
 
@@ -65,13 +66,13 @@ def commits(monkeypatch) -> list[str]:
 
 def test_what_was_pushed_is_pushed_again_after_another(tmp_path, commits):
     """A longer run has pushed later checkpoints since then, and none of them is better."""
-    config, best = as_read(tmp_path / "run"), Progress(step=4)
+    config = as_read(tmp_path / "run")
     for _ in range(2):
-        room.push_export(config, best)
+        room.push_export(config)
     assert commits == ["Step 4"]
     room.push(tmp_path / "run" / "model", config, 8)  # As from the background.
     for _ in range(2):
-        room.push_export(config, best)
+        room.push_export(config)
     assert commits == ["Step 4", "Step 8", "Step 4"]
 
 
@@ -79,11 +80,11 @@ def test_a_note_that_is_damaged(tmp_path, commits, capsys):
     """The model is pushed once more. What cannot be replaced is said."""
     config, note = as_read(tmp_path / "run"), tmp_path / "run" / "hub.json"
     note.write_bytes(b"\xff\xfe")
-    room.push_export(config, Progress(step=4))
+    room.push_export(config)
     assert commits == ["Step 4"] and json.loads(note.read_text()) == {"repo_id": "me/tiny", "step": 4}
     note.unlink()
     note.mkdir()
-    room.push_export(config, Progress(step=4))
+    room.push_export(config)
     assert "run.hub failed: " in capsys.readouterr().out
 
 
@@ -167,10 +168,10 @@ def test_what_is_noted_in_a_checkpoint_later_is_not_pushed_again(tmp_path, monke
 
 
 def test_the_main_process_pushes_alone(tmp_path, monkeypatch, commits):
-    config, progress = as_read(tmp_path / "run"), Progress(step=4)
+    config = as_read(tmp_path / "run")
     for rank in 1, 0:
         monkeypatch.setenv("RANK", str(rank))
-        room.push_export(config, progress)
+        room.push_export(config)
         assert commits == ["Step 4"] * (rank == 0)
 
 
@@ -192,8 +193,22 @@ def test_a_finished_run_pushes_what_it_has_exported(tmp_path, commits, change):
     hub = config["run"].pop("hub")
     run(tmp_path, config)
     config["run"]["hub"] = hub
-    assert "Finished already" in run(tmp_path, config, *change).output
-    assert commits == ["Step 2"]
+    done = run(tmp_path, config, *change)
+    assert "Finished already" in done.output and commits == ["Step 2"]
+    assert done.status == {"status": "finished", "step": 6, "exported_step": 2}
+
+
+def test_the_last_step_is_pushed_if_the_best_one_was_not_exported(tmp_path, commits):
+    """As the launch that would have done it was killed, and run.keep_best was turned off."""
+    config = config_of(tmp_path, "end", keep_best=True, eval_every=2)
+    config["optim"] |= {"learning_rate": 1e-30, "warmup_steps": 0}
+    hub = config["run"].pop("hub")
+    run(tmp_path, config)
+    shutil.rmtree(tmp_path / "run" / "model")
+    config["run"] |= {"hub": hub, "keep_best": False}
+    for output in "(last step)", "Finished already":
+        assert output in run(tmp_path, config).output
+    assert commits == ["Step 6"]
 
 
 def test_a_launch_that_is_stopped_pushes_nothing(tmp_path, monkeypatch, commits):

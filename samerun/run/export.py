@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from samerun.config import Config
 from samerun.errors import as_user_error, is_main_process
 from samerun.files import replace_file, replace_folder
-from samerun.run.checkpoint import Progress, load_checkpoint, note_in_checkpoint
+from samerun.run.checkpoint import Progress, load_checkpoint, step_of
 from samerun.run.folder import kept_best
 from samerun.run.setup import Setup
 
@@ -36,10 +35,7 @@ def export_best(setup: Setup, progress: Progress) -> str:
     best = kept_best(setup.folder, progress)
     if best:
         load_checkpoint(best, setup.parallel, setup.wrapped, [])
-    elif progress.best_checkpoint:  # It is damaged or gone. What is pushed, now or later, is the last step.
-        progress.forget_best()
-        keep = setup.config.run.keep_checkpoints
-        note_in_checkpoint(setup.folder.checkpoints, keep, asdict(progress))
+        setup.folder.exported_step = step_of(best)
     export_model(setup)
     return best.name if best else "last step"
 

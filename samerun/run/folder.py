@@ -49,6 +49,7 @@ class RunFolder:
         self.logged_step: int | None = None  # None until begin().
         self.failure: OSError | None = None  # Of a log line.
         self.saved_step = 0  # The last one that was seen to have a checkpoint in this folder.
+        self.exported_step: int | None = None  # That of the best checkpoint, if it has been exported.
         self.is_ours = False  # Whether what is in the folder is of this run, as far as that is known.
         # Those that this launch will make, the innermost first. A refused launch removes them.
         self.new_folders = []
@@ -211,7 +212,8 @@ class RunFolder:
         """The text of status.json. That of a run that goes on or has failed also has the last saved step, if any."""
         has_ended = status in ("stopped", "finished")  # Then `step` is saved.
         saved = {"saved_step": self.saved_step} if self.saved_step and not has_ended else {}
-        return json.dumps({"status": status, "step": step, **saved, **more})
+        exported = {"exported_step": self.exported_step} if status == "finished" and self.exported_step else {}
+        return json.dumps({"status": status, "step": step, **saved, **exported, **more})
 
     def is_finished(self, step: int) -> bool:
         """Whether nothing is left to do after this step: the same answer on all ranks, however late a network disk is.

@@ -13,7 +13,7 @@ from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
 from samerun.files import replace_file
 from samerun.run.after_save import Background, run_apart
-from samerun.run.checkpoint import Progress, step_of
+from samerun.run.checkpoint import step_of
 from samerun.yaml12 import to_yaml
 
 SECRET = {"after_save", "tracker_options"}  # Settings of section run that may hold passwords.
@@ -49,7 +49,7 @@ class PushCheckpoints(Background):
             push(model, self.config, step)
 
 
-def push_export(config: Config, progress: Progress) -> None:
+def push_export(config: Config) -> None:
     """Push the model of a run that has finished, unless that is done. Only the main process does it.
 
     A failure is said. It ends nothing, because the same command tries again.
@@ -57,10 +57,11 @@ def push_export(config: Config, progress: Progress) -> None:
     hub, folder = config.run.hub, Path(config.run.output_dir)
     if hub is None or not is_main_process():
         return
-    step = step_of(Path(progress.best_checkpoint)) if progress.best_checkpoint else progress.step
     note = folder / "hub.json"
-    wanted = json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
     try:
+        status = json.loads((folder / "status.json").read_text())
+        step = status.get("exported_step", status["step"])
+        wanted = json.dumps({"repo_id": hub.repo_id, "step": step}) + "\n"
         if note.exists() and note.read_bytes() == wanted.encode():
             return
         push(folder / "model", config, step)

@@ -89,20 +89,18 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
         f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {path} "
         f"is of a later one; give a length of at least {progress.step:,} steps, or choose a new run.output_dir",
     )
-    evaluation = record["evaluation"]
-    is_same_evaluation = manifest.get("evaluation", evaluation) == evaluation  # Older manifests do not say it.
-    if not is_same_evaluation:
+    if manifest.get("evaluation", record["evaluation"]) != record["evaluation"]:  # Older manifests do not say it.
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
+        progress.forget_best()
         progress.forget_lowest()
-    if setup.is_over(progress) and setup.folder.is_finished(progress.step):
-        return progress  # With the best checkpoint, if there is one: that is what has been exported.
-    # It is gone, or no longer wanted: the next evaluation is the best one again.
-    if not (is_same_evaluation and run.keep_best and kept_best(setup.folder, progress)):
+    # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
+    if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     say_if_rows_do_not_follow(setup, progress)
     say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
-    load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
-    say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
+    if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
+        load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
+        say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 
 
@@ -227,7 +225,7 @@ def end_finished(folder: RunFolder, config: Config, progress: Progress, max_step
     with suppress(Stopped):  # The run is as finished as it was, and the same command tries again.
         after_save.make_up_for(folder.checkpoints / checkpoint_name(step))
         after_save.finish()
-        push_export(config, progress)
+        push_export(config)
 
 
 # Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
