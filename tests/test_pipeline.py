@@ -253,7 +253,7 @@ def test_lengths_that_change(tmp_path):
         ("hunyuan_v1_dense", {"head_dim": 8}, "transformers has no plan how a hunyuan_v1_dense is divided"),
         ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
         ("starcoder2", {"embedding_dropout": 0.5}, "a starcoder2 has dropout outside of its layers"),
-        ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*, not a weight, which"),
+        ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*: not a weight, so"),
     ],
 )
 def test_refused_models(kind, more, message):

@@ -45,8 +45,12 @@ def settle_model(
 ) -> tuple[str, bool, bool]:
     """The attention, and what check_model() returns, by a small model of the kind."""
     small = model_to_try(model, config.model, new_tokens)
-    if can_be_tried(small):
+    is_tried = can_be_tried(small)
+    if is_tried:
         settle_attention(small, config.data.packing, loss_of, config.data.sequence_length)
+    with attention(small, way_to_try(small)):
+        check_sum(small, loss_of)
+    if is_tried:
         check_loss(small, config.data.packing, loss_of)
     is_random = draws_random_numbers(small)
     wanted = wants_chunks(config.model, vocabulary_size(model))  # The small one has fewer tokens.
@@ -237,6 +241,21 @@ def probe_loss(model: torch.nn.Module, rows: list[np.ndarray], loss_of: Callable
 
 def is_same_loss(model: torch.nn.Module, one: float, other: float) -> bool:
     return abs(one - other) <= max(1e-5, torch.finfo(model.dtype).eps / 10) * abs(other)
+
+
+def check_sum(model: torch.nn.Module, loss_of: Callable) -> None:
+    """Raises UserError if the loss of two rows in one micro-batch is not the sum of their losses.
+
+    A mean is not, nor is what compares rows. The run would depend on how rows are split.
+    """
+    row = probe_row(vocabulary_size(model), packed=True)
+    rows = [row[:, :4], row[:, 4:]]
+    together, again, *alone = (probe_loss(model, some, loss_of) for some in (rows, rows, rows[:1], rows[1:]))
+    draws = together != again  # Random numbers, which differ in each pass.
+    same = draws or is_same_loss(model, together, sum(alone))
+    found = f"two rows have the loss {together:.6g}, and alone {alone[0]:.6g} and {alone[1]:.6g}"
+    advice = "return a sum, to which each row adds the same beside any other"
+    require(same, f"token_loss or compute_loss: {found}; {advice}")
 
 
 def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:

@@ -132,7 +132,7 @@ def layout_of(config: Config, processes: int, is_sharded: bool, rank: int = 0) -
     one_way = 1 in (sizes["cp"], sizes["sp"])
     require(one_way, "launch: give parallelism_config_sp_size or parallelism_config_cp_size, not both")
     shards = 1 if is_sharded else launched_size("dp_shard")
-    needs = "needs FSDP2; take accelerate_configs/fsdp2.yaml, or leave it out"
+    needs = "needs FSDP2; take accelerate_configs/fsdp2.yaml, or leave out this setting"
     require(shards == 1, f"launch: parallelism_config_dp_shard_size {shards}: {needs}")
     asked = Layout(rank, is_sharded, **sizes)
     names = " x ".join(asked.setting(name) for name in sizes if asked.size(name) > 1)

@@ -238,7 +238,7 @@ def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting
     is_planned = model.get_decoder()._pp_plan  # Its head may have a plan by itself.
     require(is_planned, f"{setting}: transformers has no plan how a {name} is divided")
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    require(not saved, f"{setting}: a {name} has {min(saved, default='')}, not a weight, which belongs to no rank")
+    require(not saved, f"{setting}: a {name} has {min(saved, default='')}: not a weight, so no rank would have it")
     # The first chunks have one more, if any: so a rank with several chunks has at most one layer more than another.
     edges = [0, *itertools.accumulate(len(part) for part in np.array_split(range(total), count))]
     return [ModelChunk(model, range(low, high), loss_of) for low, high in itertools.pairwise(edges)]

@@ -257,7 +257,7 @@ def read_manifest(folder: Path) -> dict:
         is_named = re.fullmatch(r"step-\d{8,}", folder.name)
         require(not is_named or step_of(folder) == progress.step, f"it is of step {progress.step}, by another name")
         others = {path.name for path in folder.glob("*.safetensors")} - manifest["files"].keys()
-        require(not others, f"{min(others, default='')} beside it would be read, but is not of it; move it away")
+        require(not others, f"{min(others, default='')} beside it is not part of it, but would be read; move it away")
         are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
         require(are_sizes_and_sums, "its files are not listed by size and checksum")
         return manifest

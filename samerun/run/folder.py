@@ -70,7 +70,7 @@ class RunFolder:
     def __exit__(self, kind, error, traceback) -> bool:
         """A launch that fails says why in status.json. One that was refused leaves no folder behind.
 
-        One that is stopped before its first step has not failed: its error ends here.
+        One that is stopped before its first step has not failed: its error is not passed on.
         """
         is_stopped = isinstance(error, Stopped)
         if is_stopped:

@@ -86,7 +86,6 @@ def sources(house: House) -> None:
     house.drop_statements("type_words", "additionalProperties")
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
-    house.reword("type(data) in (Dataset, Mixture)", "type(data) is Dataset")
     house.drop_field("StepBatch.source_targets")
     house.drop_statements("save", "source_metrics")
     house.drop_parameter("save", "source_metrics")

@@ -221,27 +221,59 @@ def test_a_teacher_whose_rows_ranks_share(task, tmp_path):
     did.check(launch(tmp_path, config, *again, script=script, **how))
 
 
-MEAN = """
-def token_loss(logits, targets):
+def mean_loss(logits, targets):
     loss = torch.nn.functional.cross_entropy(logits, targets)
     return loss, {"loss": loss}
-"""
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_mean_is_refused(task, tmp_path, monkeypatch, is_own):
-    """It would depend on how many rows are in a micro-batch. So do losses of rows that a fork makes in its own way."""
+def mean_of_summed_metric(logits, targets):
+    loss, _ = mean_loss(logits, targets)
+    return loss, {"loss": loss * (targets != -100).sum()}
+
+
+def comparing_loss(logits, targets):
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return loss.sum() + loss.var(), {"loss": loss}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("token_loss", [mean_loss, mean_of_summed_metric, comparing_loss])
+def test_a_loss_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch, token_loss, attention):
+    """It would depend on how many rows are in a micro-batch."""
     config, *_ = task
-    names = {"torch": torch}
-    exec(MEAN, names)
-    monkeypatch.setattr(train, "token_loss", names["token_loss"])
-    if is_own:
-        collate = train.collate
-        monkeypatch.setattr(train, "collate", lambda *given: collate(*given))
-    settings = "--batch.max_micro_batch_size", 1, "--model.chunked_loss", "false"
-    told = run(tmp_path, config, *settings, expect=2).output
-    one, two = map(float, re.search("the loss of two rows is (.*) in one micro-batch, (.*) in two; let", told).groups())
+    monkeypatch.setattr(train, "token_loss", token_loss)
+    told = run(tmp_path, config, "--model.attention", attention, "--data.packing", "none", expect=2).output
+    found = "error: token_loss or compute_loss: two rows have the loss (.*), and alone (.*) and (.*); return a sum"
+    together, *alone = map(float, re.search(found, told).groups())
+    assert together != pytest.approx(sum(alone), rel=1e-4)
+    assert token_loss is comparing_loss or together == pytest.approx(sum(alone) / 2, rel=1e-4)
+
+
+def test_rows_of_ones_own_that_are_compared_are_refused(task, tmp_path, monkeypatch):
+    """Where they may be in one micro-batch, and as the model is by then: before, it is tried on rows of text."""
+    config, *_ = task
+    collate = train.collate
+
+    def one_is_left_out(rows, *more):
+        return collate(rows[:1], *more)
+
+    monkeypatch.setattr(train, "collate", one_is_left_out)
+    told = run(tmp_path, config, "--batch.max_micro_batch_size", 2, expect=2).output
+    one, two = map(float, re.search("the loss of two rows is (.*) in one micro-batch, (.*) in two; ret", told).groups())
     assert 1.5 < two / one < 2.5
+    run(tmp_path, config, "--batch.max_micro_batch_size", 1, "--run.max_steps", 2, "--optim.warmup_steps", 0)
+
+
+def test_a_loss_that_draws_random_numbers_is_accepted(task, tmp_path, monkeypatch):
+    config, *_ = task
+    token_loss = train.token_loss
+
+    def drawn(logits, targets):
+        return token_loss(torch.nn.functional.dropout(logits, 0.1), targets)
+
+    monkeypatch.setattr(train, "token_loss", drawn)
+    settings = "--data.packing", "none", "--model.chunked_loss", "false"
+    run(tmp_path, config, *settings, "--run.max_steps", 2, "--optim.warmup_steps", 0)
 
 
 SMOOTH = """
