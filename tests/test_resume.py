@@ -768,10 +768,10 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
         now["used"] = batch.step >= 4
         return train_step(setup, batch, *more)
 
-    def with_head_loss(*given, **settings):
-        loss, metrics = token_loss(*given, **settings)
+    def with_head_loss(logits, targets):
+        loss, metrics = token_loss(logits, targets)
         if now.get("used"):
-            loss = loss + now["head"](torch.ones(3)).square().sum()
+            loss = loss + (targets >= 0).sum() * now["head"](torch.ones(3)).square().sum()
         return loss, metrics
 
     monkeypatch.setattr(train, "build_model", with_head)
@@ -1030,8 +1030,7 @@ def test_the_export_is_named_by_what_it_is(tmp_path, monkeypatch):
     done = run(tmp_path, config)
     losses = done.logged("eval/loss")
     assert min(losses) < losses[-1] and "/model (last step) loads" in done.output
-    manifest = json.loads((done.folder / "checkpoints" / "step-00000012" / "manifest.json").read_text())
-    assert manifest["best_checkpoint"] == ""  # So that run.hub pushes it as that.
+    assert done.status == {"status": "finished", "step": 12}  # So that run.hub pushes it as that.
 
 
 def test_a_best_checkpoint_that_stays_behind_is_told(tmp_path):
