@@ -33,6 +33,7 @@ def lora(house: House) -> None:
     house.drop_element("REFUSED", "model.lora")
     house.drop_statements("export_checkpoint", "--merge")
     house.drop_definition("check_same_adapter")
+    house.drop_definition("check_adapted")
     house.reword(" With model.lora, their rows are trained.", "")
     house.reword("give model.lora, or take another model", "take another model")
     house.reword(
