@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch, t
     """It would depend on how many rows are in a micro-batch."""
     config, *_ = task
     monkeypatch.setattr(train, "token_loss", token_loss)
-    told = run(tmp_path, config, "--model.attention", attention, "--data.packing", "none", expect=2).output
+    told = run(tmp_path, config, "--model.attention", attention, expect=2).output
     found = "error: token_loss or compute_loss: two rows have the loss (.*), and alone (.*) and (.*); return a sum"
     together, *alone = map(float, re.search(found, told).groups())
     assert together != pytest.approx(sum(alone), rel=1e-4)
@@ -272,7 +272,7 @@ def test_a_loss_that_draws_random_numbers_is_accepted(task, tmp_path, monkeypatc
         return token_loss(torch.nn.functional.dropout(logits, 0.1), targets)
 
     monkeypatch.setattr(train, "token_loss", drawn)
-    settings = "--data.packing", "none", "--model.chunked_loss", "false"
+    settings = "--model.chunked_loss", "false"
     run(tmp_path, config, *settings, "--run.max_steps", 2, "--optim.warmup_steps", 0)
 
 
