@@ -107,6 +107,7 @@ def check_setup(setup: Setup) -> None:
     check_adapted(setup)
     check_evaluations(setup)
     check_documents(setup)
+    check_own_sum(setup)
 
 
 def check_sizes(setup: Setup) -> None:
