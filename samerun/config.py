@@ -217,8 +217,8 @@ class Model(Section):
     """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
     load_in_4bit: bool = False
     """QLoRA: hold the layers' matrices below a LoRA adapter in 4 bits per number (needs bitsandbytes)."""
-    gradient_checkpointing: MayChange[bool] = False
-    """Compute activations again in the backward pass. This saves memory and costs time."""
+    gradient_checkpointing: MayChange[bool | Literal["selective"]] = False
+    """Compute activations again in the backward pass; selective: those that take little time. This saves memory."""
     chunked_loss: MayChange[bool | Literal["auto"]] = "auto"
     """Hold the logits of some targets at a time. auto does so for 4,096 tokens or more, if the model allows it."""
     compile: MayChange[Literal["none", "regional", "full"]] = "none"

@@ -163,6 +163,7 @@ def test_checkpoint_goes_through_all_strategies(truth, runs, zero3, tmp_path):
     "settings",
     [
         ("--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"),
+        ("--model.gradient_checkpointing", "selective"),
         ("--batch.warmup", "[{steps: 3, rows: 3}, {steps: 2, rows: 7}]"),
         ("--optim.max_grad_norm", "null", "--run.keep_best", "true", "--run.eval_every", 2),
         ("--model.lora", "{r: 4, target_modules: all-linear}"),

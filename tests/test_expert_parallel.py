@@ -89,12 +89,13 @@ DEFERRED = "--batch.accumulation", "deferred"
 IMMEDIATE = "--batch.accumulation", "immediate"
 CHUNKED = "--model.chunked_loss", "true"
 CHECKPOINTING = "--model.gradient_checkpointing", "true"
+SELECTIVE = "--model.gradient_checkpointing", "selective"
 CASES = {
     "2": ("mixtral", 2, 2, 3, DEFERRED),
     "2, Qwen3": ("qwen3_moe", 2, 2, 2, (*IMMEDIATE, *CHUNKED)),
     "4": ("qwen3_moe", 4, 4, 1, (*DEFERRED, *CHECKPOINTING)),
     "2 x 2": ("mixtral", 4, 2, 1, (*DEFERRED, *CHUNKED)),
-    "2 x 2, Qwen3": ("qwen3_moe", 4, 2, 2, (*IMMEDIATE, *CHECKPOINTING)),
+    "2 x 2, Qwen3": ("qwen3_moe", 4, 2, 2, (*IMMEDIATE, *SELECTIVE)),
 }
 
 

@@ -725,8 +725,10 @@ def test_lora_flops(targets):
 CASES = {
     "full": ("--model.compile", "full"),
     "checkpointing": ("--model.gradient_checkpointing", "true"),
+    "selective": ("--model.gradient_checkpointing", "selective"),
     "chunked": ("--model.chunked_loss", "true", "--model.gradient_checkpointing", "true"),
     "regional, checkpointing": ("--model.compile", "regional", "--model.gradient_checkpointing", "true"),
+    "regional, selective": ("--model.compile", "regional", "--model.gradient_checkpointing", "selective"),
 }
 
 
@@ -750,10 +752,13 @@ def saved_names(folder: Path) -> set[str]:
     [
         pytest.param("alone", "full", marks=pytest.mark.slow),
         ("alone", "checkpointing"),
+        ("alone", "selective"),
         pytest.param("DDP", "full", marks=pytest.mark.slow),
         ("DDP", "chunked"),
         pytest.param("DDP", "regional, checkpointing", marks=pytest.mark.slow),
+        pytest.param("FSDP2", "selective", marks=pytest.mark.slow),
         pytest.param("FSDP2", "regional, checkpointing", marks=pytest.mark.slow),
+        pytest.param("FSDP2", "regional, selective", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, how, case):
@@ -775,7 +780,7 @@ def test_compiled_or_checkpointed_is_the_same_run(plain, tmp_path, monkeypatch, 
 
     # It was compiled, as a whole or by the layer, and not in the time that rates are about. Samples are not compiled:
     # their every length and layer would be a case of its own, and after eight torch gives up on the layers for good.
-    compiled = case not in ("checkpointing", "chunked")
+    compiled = "--model.compile" in settings
     summary = {name: done.metrics[-1][f"summary/{name}_seconds"] for name in ("warmup", "micro_steps")}
     assert not compiled or summary["warmup"] > summary["micro_steps"]
     if how == "alone":

@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers import VOCABULARY, loss_of_run, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -32,11 +33,14 @@ from samerun.model.checks import (
     allows_chunks,
     check_loss,
     check_rope,
+    check_selective,
     draws_random_numbers,
+    probe_batch,
     settle_attention,
     what_leaks,
 )
 from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
+from samerun.model.recompute import KEPT, keeps
 from samerun.model.small import model_to_try
 from samerun.model.tokenizer import use_special_tokens
 from samerun.plan import Stage
@@ -349,6 +353,51 @@ def test_checkpointing_that_a_family_lacks_is_refused():
     found = transformers.AutoConfig.for_model("jetmoe", **SHAPE)
     with pytest.raises(UserError, match="model.gradient_checkpointing: .* jetmoe; use false"):
         make_model(Model(gradient_checkpointing=True), found, 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [("gpt_oss", "has been mutated"), ("hrm_text", "invocation index")],  # Adds a bias in place; has layers twice.
+)
+def test_selective_checkpointing_that_a_family_lacks_is_refused(name, why):
+    found = transformers.AutoConfig.for_model(name, **SHAPE | {"num_local_experts": 4})
+    model = make_model(Model(gradient_checkpointing="selective", attention="eager"), found, 0, seed=0)
+    with pytest.raises(UserError, match=f"selective does not work for a {name}; take true: .*{why}"):
+        check_selective(model, loss_of_run())
+
+
+def test_selective_checkpointing_draws_the_same_numbers_again():
+    """For the dropout of the attention, and for what follows it."""
+    found = transformers.AutoConfig.for_model("phi", **SHAPE, attention_dropout=0.5, resid_pdrop=0.5)
+    gradients = []
+    for how in False, "selective":
+        model = make_model(Model(gradient_checkpointing=how), found, 0, seed=0).train()
+        torch.manual_seed(0)
+        loss, _ = loss_of_run()(model, probe_batch(model, torch.device("cpu")))
+        loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_what_selective_checkpointing_keeps():
+    """Of attention in one kernel, only one without dropout, which would draw other numbers for what follows it."""
+    states = torch.ones(1, 1, 8, 8)
+    matrix, aten = states[0, 0], torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention.default
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    for function, args, is_kept in [
+        (flash, (states, states, states), True),
+        (flash, (states, states, states, 0.0, True), True),
+        (flash, (states, states, states, 0.1), False),
+        (efficient, (states, states, states, None, True, 0.1), False),
+        (aten.mm.default, (matrix, matrix), True),
+        (aten.bmm.default, (states[0], states[0]), False),
+        (aten.silu.default, (states,), False),
+    ]:
+        assert (keeps(None, function, *args) == CheckpointPolicy.PREFER_SAVE) == is_kept
+    for name in KEPT:
+        space, function = name.split("::")
+        assert hasattr(getattr(torch.ops, space), function)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

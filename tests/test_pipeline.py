@@ -82,7 +82,7 @@ CASES = {
     "DDP": (4, pipeline(2), {"data_parallel_size": 2, "grad_accum_steps": 2, "bubble": 1 / 3}),
     "DDP, interleaved, checkpointing": (
         4,
-        pipeline(2, *INTERLEAVED, "--model.gradient_checkpointing", "true"),
+        pipeline(2, *INTERLEAVED, "--model.gradient_checkpointing", "selective"),
         {"data_parallel_size": 2, "grad_accum_steps": 2, "bubble": 1 / 5},
     ),
 }

@@ -715,6 +715,17 @@ def test_memory_of_activations():
     assert more - less > 2 * 16 * states
 
 
+def test_memory_of_selective_checkpointing():
+    """A layer keeps its input, and what its products and its attention return: as wide as the layer are q, the
+    attention, what goes into the residual twice; k and v are half as wide, and gate and up three times. The attention
+    also has a number per head, a sixteenth of the width."""
+    deeper = LLAMA | {"num_hidden_layers": LAYERS + 2}
+    models = LLAMA, deeper
+    less, more = (memory_of(1, architecture=it, gradient_checkpointing="selective")["activations"] for it in models)
+    states = 4 * 2 * TOKENS * WIDTH  # 2 rows in float32
+    assert more - less == 2 * (1 + 4 + 2 / 2 + 2 * 3 + 1 / 16) * states
+
+
 def test_memory_of_sequence_parallelism(monkeypatch):
     """Half of the tokens are half of all that is as long as the tokens."""
     whole = memory_of(2)

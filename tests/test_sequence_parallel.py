@@ -165,6 +165,7 @@ def test_checkpoint_moves(truth, runs, tmp_path, to, back):
     [
         ("sp", ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true")),
         ("cp", ("--model.gradient_checkpointing", "true", "--model.chunked_loss", "true")),
+        ("cp", ("--model.gradient_checkpointing", "selective")),
         ("sp", ("--eval.prompts", "some", "--eval.max_new_tokens", "4")),
         ("cp", ("--eval.prompts", "some", "--eval.max_new_tokens", "4")),
         ("sp", ("--batch.max_micro_batch_size", "auto")),

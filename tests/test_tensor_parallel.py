@@ -288,7 +288,7 @@ def test_is_the_run_of_one_process(tmp_path, architecture, full_rows, how):
     "settings, how",
     [
         (("--model.gradient_checkpointing", "true", *CHUNKED), by_file(2, 2)),
-        (("--model.gradient_checkpointing", "true", *IMMEDIATE), by_file(4, 2)),
+        (("--model.gradient_checkpointing", "selective", *IMMEDIATE), by_file(4, 2)),
         (("--batch.max_micro_batch_size", "auto"), by_file(4, 2)),
         (("--eval.prompts", "some", "--eval.max_new_tokens", "4"), by_file(2, 2)),
         (("--eval.prompts", "some", "--eval.max_new_tokens", "4"), by_file(4, 2)),

@@ -27,6 +27,7 @@ from samerun.model.outline import (
     outline,
     unsplit_modules,
 )
+from samerun.model.recompute import recompute_layers
 from samerun.model.weights import FirstWeights, put_placeholders
 from samerun.value_types import as_list
 
@@ -199,9 +200,7 @@ def outlined_model(
                 train_in_float32(model)
     model.first_weights = weights
     if config.gradient_checkpointing:
-        advice = f"transformers does not offer it for a {found.model_type}; use false"
-        require(model.supports_gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
-        model.activation_checkpointing_enable()
+        recompute_layers(model, "model.gradient_checkpointing", config.gradient_checkpointing == "selective")
     return model
 
 

@@ -50,6 +50,8 @@ def settle_model(
         settle_attention(small, config.data.packing, loss_of, config.data.sequence_length)
     with attention(small, way_to_try(small)):
         check_sum(small, loss_of)
+        if config.model.gradient_checkpointing == "selective":
+            check_selective(small, loss_of)
     if is_tried:
         check_loss(small, config.data.packing, loss_of)
     is_random = draws_random_numbers(small)
@@ -256,6 +258,22 @@ def check_sum(model: torch.nn.Module, loss_of: Callable) -> None:
     found = f"two rows have the loss {together:.6g}, and alone {alone[0]:.6g} and {alone[1]:.6g}"
     advice = "return a sum, to which each row adds the same beside any other"
     require(same, f"token_loss or compute_loss: {found}; {advice}")
+
+
+def check_selective(model: torch.nn.Module, loss_of: Callable) -> None:
+    """Raises UserError for a model whose layers cannot compute only a part of their activations again.
+
+    Some write into the results that are kept. In autocast, others have cast a weight already, in an earlier layer.
+    """
+    batch = collate([probe_row(vocabulary_size(model), packed=False)], model.device, joins_documents(model))
+    kind = model.config.model_type
+    for in_bf16 in False, True:
+        with as_user_error(f"model.gradient_checkpointing: selective does not work for a {kind}; take true"):
+            with torch.random.fork_rng(devices=[]):
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=in_bf16):
+                    loss, _ = loss_of(model.train(), batch, chunked=False)
+                loss.backward()
+    model.zero_grad()
 
 
 def check_loss(model: torch.nn.Module, packing: str, loss_of: Callable) -> None:

@@ -27,6 +27,7 @@ from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_batch, probe_row
 from samerun.model.loss import add_metrics, check_names, patched
 from samerun.model.outline import let_go
+from samerun.model.recompute import recompute_layers
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
@@ -96,9 +97,8 @@ class Parallelism:
         if self.layout.ep > 1:
             check_experts(model, self.layout.ep, self.layout.setting("ep"))
         if self.layout.is_sharded and self.plugin.activation_checkpointing:
-            advice = f"transformers does not offer it for a {model.config.model_type}; use false"
-            require(model.supports_gradient_checkpointing, f"launch: fsdp_activation_checkpointing: {advice}")
-            model.activation_checkpointing_enable()  # Accelerate does it in prepare(), which is not called here.
+            # Accelerate does it in prepare(), which is not called here.
+            recompute_layers(model, "launch: fsdp_activation_checkpointing")
         self.try_out(model, forward_backward)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.divide(model)

@@ -348,9 +348,10 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     """Bytes by what they are for. Their sum is the most that a device holds at a time."""
     require(getattr(found, "quantization_config", None) is None, "its files have quantized weights")
     config, layout = launch.config, launch.layout
-    recomputes = config.model.gradient_checkpointing or (launch.plugin and launch.plugin.activation_checkpointing)
-    settings = config.model.model_copy(update={"gradient_checkpointing": bool(recomputes)})
-    config = config.model_copy(update={"model": settings})
+    settings = config.model
+    if launch.plugin and launch.plugin.activation_checkpointing:
+        settings = settings.model_copy(update={"gradient_checkpointing": True})
+        config = config.model_copy(update={"model": settings})
 
     part = own_part(config, found, layout)
     model, found, layers = part.model, part.found, part.layers

@@ -148,6 +148,7 @@ def say_host_memory(config: Config, launches: list[PlannedLaunch]) -> None:
 # What saves memory, from what costs least to what costs most.
 SAVINGS = [
     {"model.chunked_loss": True},
+    {"model.gradient_checkpointing": "selective"},
     {"model.gradient_checkpointing": True},
     {"batch.max_micro_batch_size": 1},
     {"batch.max_micro_batch_size": 1, "batch.accumulation": "immediate"},

@@ -125,6 +125,7 @@ TINY = Size(
     (1, 70, 6, 6, 3, 150, 20),
 )
 COMPILE, CHECKPOINTING = ("--model.compile", "regional"), ("--model.gradient_checkpointing", "true")
+SELECTIVE = "--model.gradient_checkpointing", "selective"
 EIGHT_BIT = "--optim.name", "adamw_8bit"
 CHUNKED, AT_ONCE = ("--model.chunked_loss", "true"), ("--model.chunked_loss", "false")
 
@@ -159,6 +160,7 @@ SPEED = {
     "compile full": Variant(("--model.compile", "full")),
     "checkpointing": Variant(CHECKPOINTING),
     "compile, checkpointing": Variant((*COMPILE, *CHECKPOINTING)),
+    "compile, selective checkpointing": Variant((*COMPILE, *SELECTIVE)),
     "compile, all logits at once": Variant((*COMPILE, *AT_ONCE)),
     "compile, packing none": Variant((*COMPILE, "--data.packing", "none")),
     "compile, adamw_8bit": Variant((*COMPILE, *EIGHT_BIT)),
@@ -189,11 +191,13 @@ CHECKS = {
     "check float32": ("no", ()),
     "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
     "check bf16, checkpointing": ("bf16", CHECKPOINTING),
+    "check bf16, selective checkpointing": ("bf16", SELECTIVE),
     "check bf16, chunked loss": ("bf16", CHUNKED),
     "check bf16, compile, chunked loss": ("bf16", (*COMPILE, *CHUNKED)),
     "check CPU, full rows": ("no", ()),
     "check bf16, full rows": ("bf16", ()),
     "check bf16, full rows, compile, checkpointing": ("bf16", (*COMPILE, *CHECKPOINTING)),
+    "check bf16, full rows, compile, selective checkpointing": ("bf16", (*COMPILE, *SELECTIVE)),
     "check CPU, adamw_8bit": ("no", EIGHT_BIT),
     "check float32, adamw_8bit": ("no", EIGHT_BIT),
     "check bf16, adamw_8bit": ("bf16", EIGHT_BIT),

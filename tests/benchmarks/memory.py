@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTING, CHUNKED = ("--model.gradient_checkpointing", "true"), ("--model.chunked_loss", "true")
+SELECTIVE = "--model.gradient_checkpointing", "selective"
 ONE_PASS = ("--batch.max_micro_batch_size", "8")
 # In place of the Llama, a Mixtral. The weights of its layers are mostly experts.
 EXPERTS = "--model.architecture.model_type", "mixtral", "--model.architecture.num_local_experts", "8"
@@ -30,6 +31,7 @@ DIVIDED = "--model.expert_ranks", "2"
 CASES = {  # Launcher file, number of processes, settings.
     "one process": ("single", 1, ()),
     "one process, checkpointing": ("single", 1, CHECKPOINTING),
+    "one process, selective": ("single", 1, SELECTIVE),
     "one process, chunked loss": ("single", 1, CHUNKED),
     "one process, both": ("single", 1, CHECKPOINTING + CHUNKED),
     "one process, one micro-step": ("single", 1, ONE_PASS),
@@ -38,9 +40,11 @@ CASES = {  # Launcher file, number of processes, settings.
     "DDP 2, one micro-step": ("cpu", 2, ONE_PASS),
     "FSDP2 2": ("fsdp2", 2, ()),
     "FSDP2 2, both": ("fsdp2", 2, CHECKPOINTING + CHUNKED),
+    "FSDP2 2, selective": ("fsdp2", 2, SELECTIVE),
     "FSDP2 2, one micro-step": ("fsdp2", 2, ONE_PASS),
     "FSDP2 2, immediate": ("fsdp2", 2, ("--batch.accumulation", "immediate")),
     "tensor parallelism 2": ("tensor_parallel", 2, ()),
+    "tensor parallelism 2, selective": ("tensor_parallel", 2, SELECTIVE),
     "tensor parallelism 2, both": ("tensor_parallel", 2, CHECKPOINTING + CHUNKED),
     "sequence parallelism 2": ("sequence_parallel", 2, ()),
     "sequence parallelism 2, both": ("sequence_parallel", 2, CHECKPOINTING + CHUNKED),
