@@ -29,7 +29,7 @@ from helpers import (
 )
 
 from samerun.errors import UserError
-from samerun.parallel.fsdp import names_of_layers
+from samerun.parallel.fsdp import names_of_layers, whole_embeddings
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -320,6 +320,31 @@ def test_an_embedding_that_is_to_stay_with_others(tmp_path):
     config["model"] = {"architecture": {"model_type": "bert", "is_decoder": True, **size}}
     one = run(tmp_path, config, "--run.output_dir", tmp_path / "one")
     assert_same(launch(tmp_path, config, "fsdp2"), one)
+
+
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, is_hidden",
+    [
+        ("t5", {"tie_word_embeddings": True}, True),
+        ("t5", {"tie_word_embeddings": False}, True),
+        ("llama", {"tie_word_embeddings": True}, False),
+        ("llama", {"tie_word_embeddings": False}, False),
+    ],
+)
+def test_an_embedding_that_an_encoder_and_a_decoder_share(model_type, settings, is_hidden):
+    """Accelerate would put it into a unit of its own, and torch refuses a weight of two units."""
+    small = (
+        T5
+        if model_type == "t5"
+        else {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+    kind = {"t5": transformers.AutoModelForSeq2SeqLM, "llama": transformers.AutoModelForCausalLM}[model_type]
+    model = kind.from_config(transformers.AutoConfig.for_model(model_type, **small, **settings))
+    with whole_embeddings(model):
+        assert (model.get_input_embeddings() is None) == is_hidden
 
 
 def test_a_model_without_the_layers_that_are_to_be_sharded(tmp_path):

@@ -40,14 +40,24 @@ def names_of_layers(model: torch.nn.Module) -> list[str]:
     return sorted(present)
 
 
+def are_elsewhere(model: torch.nn.Module, layers: list[torch.nn.Module]) -> bool:
+    """Whether a module outside of these layers has one of their weights, too."""
+    inside = {module for layer in layers for module in layer.modules()}
+    weights = {weight for layer in layers for weight in layer.parameters()}
+    others = (module for module in model.modules() if module not in inside)
+    return any(not weights.isdisjoint(module.parameters(recurse=False)) for module in others)
+
+
 @contextmanager
 def whole_embeddings(model: torch.nn.Module):
-    """While Accelerate shards a model whose output layer has the weight of the input embedding, hide both layers if it
-    would tear apart what is shared: a weight within an adapter, or a bias that another module has too, as in BERT."""
-    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    are_tied = layers[1] is not None and not {*layers[0].parameters()}.isdisjoint(layers[1].parameters())
+    """While Accelerate shards a model, hide its input embedding and output layer if it would tear apart what is shared:
+    it puts each into a unit, or both into one if their weight is the same. The weight may be within an adapter, or also
+    that of an encoder's embedding and a decoder's, as in T5, and the bias another module's, as in BERT."""
+    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    are_one = len({getattr(layer, "weight", layer) for layer in layers}) == 1
+    units = [layers] if are_one else [[layer] for layer in layers]
     with ExitStack() as hidden:
-        if are_tied and (layers[0].weight is not layers[1].weight or getattr(layers[1], "bias", None) is not None):
+        if any(are_elsewhere(model, unit) for unit in units):
             for name in "get_input_embeddings", "get_output_embeddings":
                 hidden.enter_context(patched(model, name, lambda: None))
         yield
