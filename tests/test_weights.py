@@ -22,6 +22,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from samerun.config import Config, Data, Model
+from samerun.errors import UserError
 from samerun.meeting import Meeting
 from samerun.model.build import make_model, number_of_experts, outlined_model
 from samerun.model.checks import check_model
@@ -98,6 +99,29 @@ def test_a_model_of_a_fork_draws_its_own_weights():
         assert layer.mlp.down_proj.weight.abs().max() == 0
     assert 0.01 < one.lm_head.weight.std() < 0.03
     assert (one.lm_head.weight - other.lm_head.weight).abs().max() > 0.01
+
+
+class TiedConfig(transformers.LlamaConfig):
+    model_type = "tied_of_a_fork"
+
+
+class TiedLlama(transformers.LlamaForCausalLM):
+    config_class = TiedConfig
+
+    def __init__(self, config: TiedConfig):
+        super().__init__(config)
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def test_a_weight_that_only_the_code_of_a_fork_ties():
+    """As nanoGPT ties its output layer. On the meta device, where models are built first, such a line has no effect."""
+    transformers.AutoConfig.register(TiedConfig.model_type, TiedConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(TiedConfig, TiedLlama, exist_ok=True)
+    message = "its lm_head.weight is model.embed_tokens.weight, but transformers does not know; set _tied_weights_keys"
+    with pytest.raises(UserError, match=message):
+        make_model(Model(attention="eager"), TiedConfig(**SHAPE), 0, seed=3)
+    tied = make_model(Model(attention="eager"), TiedConfig(**SHAPE, tie_word_embeddings=True), 0, seed=3)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
 def test_that_ranks_build_in_turn_is_said_once(tmp_path):

@@ -37,8 +37,26 @@ def bare(config: Model, found: transformers.PreTrainedConfig, fills_buffers: boo
     with init_empty_weights(include_buffers=False), nullcontext() if fills_buffers else no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **loading_options(config))
     model.tie_weights()
+    if fills_buffers and not is_of_transformers(model):
+        check_ties(model, config, found)
     train_every_row(model)
     return model
+
+
+def check_ties(model: PreTrainedModel, config: Model, found: transformers.PreTrainedConfig) -> None:
+    """Raises UserError if code outside of transformers gives one weight to two modules, and does not tell transformers:
+    they would be trained as two."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            made = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(found), **loading_options(config))
+    except Exception:  # Such code may compute with numbers, which this device has not.
+        return
+    firsts = {weight: name for name, weight in made.named_parameters()}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in made.named_parameters(remove_duplicate=False):
+        first = firsts[weight]
+        advice = f'set _tied_weights_keys = {{"{name}": "{first}"}} in its class and tie_word_embeddings in its config'
+        require(weights[name] is weights[first], f"its {name} is {first}, but transformers does not know; {advice}")
 
 
 def loading_options(config: Model) -> dict[str, Any]:
