@@ -17,7 +17,7 @@ from samerun.data.rows import Mixture
 from samerun.errors import one_line, say
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
-from samerun.run.setup import Setup
+from samerun.run.setup import CHANCE, Setup
 
 
 def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
@@ -183,4 +183,4 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     if not setup.tokenizer:
         say("There is no tokenizer to export with the model: data.tokenizer can name the one that made the tokens.")
     if setup.is_random:
-        say("Dropout is on, or other chance in the model: this run is the same only on the same number of processes.")
+        say(CHANCE)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,18 @@ from accelerate.utils import memory
 from samerun.config import Config, eval_setting
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
 from samerun.data.rows import Dataset, check_token_ids, longest_row
-from samerun.errors import as_user_error, require
+from samerun.errors import as_user_error, require, say
 from samerun.model.checks import is_same_loss, probe_row
-from samerun.model.loss import joins_documents
+from samerun.model.loss import joins_documents, patched
 from samerun.model.token_bytes import TokenBytes
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import trained_state
 from samerun.plan import Plan, Stage, check_length
 from samerun.run.checkpoint import Progress
 from samerun.run.folder import RunFolder
+
+MINIMIZED = "minimized"
+CHANCE = "Dropout is on, or other chance: this run is the same only on the same number of processes."
 
 
 @dataclass(frozen=True)
@@ -146,15 +150,29 @@ def check_evaluations(setup: Setup) -> None:
 
 
 @torch.no_grad()
-def loss_in(setup: Setup, micro_batches: list[list[np.ndarray]]) -> float:
-    """The summed loss of micro-batches of these rows, of the model as the ranks have it."""
-    parallel = setup.parallel
+def losses_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: bool = False) -> list[float]:
+    """The summed metric "loss" of micro-batches of these rows, and what is minimized, of the model as the ranks have
+    it. Pipelines only tell the metric."""
+    parallel, loss_of = setup.parallel, setup.parallel.loss_of
+
+    def with_minimized(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = loss_of(model, batch)
+        require("loss" in metrics, 'token_loss or compute_loss: no metric is called "loss"; log what is minimized')
+        odd = [name for name, value in metrics.items() if getattr(value, "shape", None) != ()]
+        require(not odd, f"compute_loss: no sum, as a tensor without dimensions: {', '.join(odd)}; return sums")
+        return loss, metrics | {MINIMIZED: loss.detach().sum()}
+
     batches = [setup.collate(rows, setup.accelerator.device, setup.joined) for rows in micro_batches]
-    setup.wrapped.eval()
-    with torch.compiler.set_stance("force_eager"):  # No code need be made for such short rows.
+    setup.wrapped.train(training)
+    with torch.compiler.set_stance("force_eager"), patched(parallel, "loss_of", with_minimized):  # For short rows.
         metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
     setup.wrapped.train()
-    return parallel.sum_over_ranks(metrics)["loss"].item() / parallel.layout.data_parallel_size
+    sums = parallel.sum_over_ranks(metrics)
+    return [sums[name].item() / parallel.layout.data_parallel_size for name in ("loss", MINIMIZED) if name in sums]
+
+
+def loss_in(setup: Setup, micro_batches: list[list[np.ndarray]]) -> float:
+    return losses_in(setup, micro_batches)[0]
 
 
 def is_exact(setup: Setup) -> bool:
@@ -163,22 +181,39 @@ def is_exact(setup: Setup) -> bool:
 
 
 def check_own_sum(setup: Setup) -> None:
-    """check_sum() for rows of a fork's own: of the metric "loss" of two of the first ones, where they can be together.
-
-    Others were tried before, in a small model.
+    """check_sum() for rows of a fork's own: of two of the first ones, where they can be together. Others were tried
+    before, in a small model. In training, a batch norm would mix them.
     """
     if setup.collate is collate or max(stage.plan.micro_batch_size for stage in setup.stages) == 1:
         return
+    draws = compares_rows(setup, training=False)
+    buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
+    draws |= not setup.parallel.pipeline and compares_rows(setup, training=True)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    if draws and not setup.is_random:
+        say(CHANCE)
+
+
+def compares_rows(setup: Setup, training: bool) -> bool:
+    """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them."""
     data = setup.train_data
-    rows = data.read_rows(data.rows_at(0, 2))
-    together, again, apart = (loss_in(setup, batches) for batches in ([rows], [rows], [[row] for row in rows]))
-    if together != again or not math.isfinite(apart):
-        return  # The loss draws random numbers, or the first step will say that it is not finite.
-    is_close = abs(together - apart) <= 5e-2 * max(1, abs(apart))
-    same = is_same_loss(setup.model, together, apart) if is_exact(setup) else is_close
-    found = f"the loss of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
-    advice = "return a sum, to which each row adds the same beside any other"
-    require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
+
+    def losses(are_together: bool) -> list[float]:
+        rows = data.read_rows(data.rows_at(0, 2))
+        return losses_in(setup, [rows] if are_together else [[row] for row in rows], training)
+
+    both, again, alone = losses(True), losses(True), losses(False)
+    if both != again:
+        return True
+    for together, apart in zip(both, alone):
+        is_close = abs(together - apart) <= 5e-2 * max(1, abs(apart))
+        same = is_same_loss(setup.model, together, apart) if is_exact(setup) else is_close
+        found = f"the loss of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
+        advice = "return a sum, to which each row adds the same beside any other"
+        is_finite = math.isfinite(apart)  # Otherwise, the first step says so.
+        require(same or not is_finite, f"token_loss, compute_loss or the model: {found}; {advice}")
+    return False
 
 
 def check_documents(setup: Setup) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
+from samerun.data.batches import MicroBatch
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
@@ -262,6 +263,67 @@ def test_rows_of_ones_own_that_are_compared_are_refused(task, tmp_path, monkeypa
     one, two = map(float, re.search("the loss of two rows is (.*) in one micro-batch, (.*) in two; ret", told).groups())
     assert 1.5 < two / one < 2.5
     run(tmp_path, config, "--batch.max_micro_batch_size", 1, "--run.max_steps", 2, "--optim.warmup_steps", 0)
+
+
+class Own(MicroBatch):
+    """Of rows of a fork's own, unlike those that the small model is tried with."""
+
+
+def minimizes_a_mean(wrapped, batch, loss, metrics):
+    return loss / (batch.targets != -100).sum(), metrics
+
+
+def compares_in_training(wrapped, batch, loss, metrics):  # As a batch norm does.
+    return loss + wrapped.training * loss.square(), metrics
+
+
+def logs_no_loss(wrapped, batch, loss, metrics):
+    return loss, {"cross_entropy": metrics["loss"]}
+
+
+def logs_values(wrapped, batch, loss, metrics):
+    return loss, metrics | {"found": 1.5}
+
+
+DEPENDS = "token_loss, compute_loss or the model: the loss of two rows is (.*) in one micro-batch, (.*) in two; return"
+FAULTS = {
+    minimizes_a_mean: DEPENDS,
+    compares_in_training: DEPENDS,
+    logs_no_loss: 'token_loss or compute_loss: no metric is called "loss"; log what is minimized',
+    logs_values: "compute_loss: no sum, as a tensor without dimensions: found; return sums",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, fault):
+    config, *_ = task
+    collate, loss_function = train.collate, train.loss_function
+
+    def with_fault(config):
+        def loss_of(wrapped, batch, chunked=False):
+            loss, metrics = loss_function(config)(wrapped, batch, chunked=chunked)
+            return fault(wrapped, batch, loss, metrics) if isinstance(batch, Own) else (loss, metrics)
+
+        return loss_of
+
+    monkeypatch.setattr(train, "collate", lambda *given: Own(**vars(collate(*given))))
+    monkeypatch.setattr(train, "loss_function", with_fault)
+    assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+
+
+def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
+    config, *_ = task
+    collate, numbers = train.collate, np.random.default_rng(0)
+
+    def changed(rows, *more):
+        rows = [row.copy() for row in rows]
+        for row in rows:
+            row[0, 0] = numbers.integers(10)
+        return collate(rows, *more)
+
+    monkeypatch.setattr(train, "collate", changed)
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
+    assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
 
 
 def test_a_loss_that_draws_random_numbers_is_accepted(task, tmp_path, monkeypatch):
