@@ -934,6 +934,18 @@ def test_models_that_choose_tokens_keep_their_attention():
     assert not has_known_layers(model)
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda output: output.to_tuple(), lambda output: SimpleNamespace(logits=output.logits[:, :-1])]
+)
+def test_a_model_of_a_fork_that_lacks_logits(monkeypatch, cut):
+    """As one that returns (logits, loss) does, or shifts them itself."""
+    model = build("llama", SHAPE, "sdpa")
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **named: cut(forward(*args, **named)))
+    with pytest.raises(UserError, match=r"model: forward\(\) of this llama lacks logits; return a CausalLMOutput with"):
+        settle_attention(model, "none", loss_of_run())
+
+
 def test_a_window_that_an_attention_forgets_is_found(monkeypatch):
     """Though it is longer than the row that tries it."""
     model = build("mistral", SHAPE | {"sliding_window": 32}, "sdpa")

@@ -1,5 +1,6 @@
 """Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -114,12 +115,18 @@ def forward_hook(modules: Iterable[torch.nn.Module], hook: Callable):
 
 
 def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
-    """What the model returns. Raises UserError if it raises an error, as for heads that do not divide."""
+    """What the model returns. Raises UserError if it raises an error, as for heads that do not divide, or lacks logits
+    of tokens, as a fork's model may."""
     advice = "its settings must fit together, such as num_attention_heads and num_key_value_heads"
     with as_user_error(
         f"model.pretrained or model.architecture: no pass of this {model.config.model_type} works; {advice}"
     ):
-        return model(**model_inputs(model, batch))
+        output = model(**model_inputs(model, batch))
+    found = getattr(getattr(output, "logits", None), "shape", ())
+    advice = "return a CausalLMOutput with logits [rows, tokens, vocabulary], one for each token of input_ids"
+    kind = model.config.model_type
+    require(math.prod(found[:2]) == batch.targets.numel(), f"model: forward() of this {kind} lacks logits; {advice}")
+    return output
 
 
 def probe_row(vocab_size: int, packed: bool, first: int = 0, lengths: tuple[int, int] = (4, 4)) -> np.ndarray:
