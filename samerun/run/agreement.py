@@ -20,6 +20,7 @@ from samerun.config import FROZEN, Config, evaluation_title, flatten
 from samerun.data.rows import Dataset
 from samerun.errors import AgreedError
 from samerun.meeting import Meeting
+from samerun.model.outline import check_kind
 from samerun.run.replicas import sample_of_weights
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -149,6 +150,7 @@ def settings_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def data_facts(train: Dataset, evaluations: dict[str, Dataset], model: torch.nn.Module) -> dict[str, Any]:
     """The rows, and the model as far as it has no placeholders. With the settings, they fix the length of the run."""
+    check_kind(getattr(model, "config", None))
     named = {"data": train} | {evaluation_title(name): data for name, data in evaluations.items()}
     facts = {}
     for name, data in named.items():

@@ -150,9 +150,9 @@ def check_evaluations(setup: Setup) -> None:
 
 
 @torch.no_grad()
-def losses_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: bool = False) -> list[float]:
-    """The summed metric "loss" of micro-batches of these rows, and what is minimized, of the model as the ranks have
-    it. Pipelines only tell the metric."""
+def sums_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: bool = False) -> dict[str, float]:
+    """The summed metrics of micro-batches of these rows, and what is minimized, of the model as the ranks have it.
+    Pipelines only tell the metrics."""
     parallel, loss_of = setup.parallel, setup.parallel.loss_of
 
     def with_minimized(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -168,11 +168,11 @@ def losses_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: boo
         metrics = parallel.metrics_of(setup.wrapped, parallel.part_of(batches))
     setup.wrapped.train()
     sums = parallel.sum_over_ranks(metrics)
-    return [sums[name].item() / parallel.layout.data_parallel_size for name in ("loss", MINIMIZED) if name in sums]
+    return {name: value.item() / parallel.layout.data_parallel_size for name, value in sums.items()}
 
 
 def loss_in(setup: Setup, micro_batches: list[list[np.ndarray]]) -> float:
-    return losses_in(setup, micro_batches)[0]
+    return sums_in(setup, micro_batches)["loss"]
 
 
 def is_exact(setup: Setup) -> bool:
@@ -199,21 +199,30 @@ def compares_rows(setup: Setup, training: bool) -> bool:
     """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them."""
     data = setup.train_data
 
-    def losses(are_together: bool) -> list[float]:
+    def sums(are_together: bool) -> dict[str, float]:
         rows = data.read_rows(data.rows_at(0, 2))
-        return losses_in(setup, [rows] if are_together else [[row] for row in rows], training)
+        return sums_in(setup, [rows] if are_together else [[row] for row in rows], training)
 
-    both, again, alone = losses(True), losses(True), losses(False)
-    if both != again:
+    both, again, alone = sums(True), sums(True), sums(False)
+    names = [name for name in both if math.isfinite(both[name]) and math.isfinite(alone[name])]  # The first step tells.
+    if any(both[name] != again[name] for name in names):
         return True
-    for together, apart in zip(both, alone):
-        is_close = abs(together - apart) <= 5e-2 * max(1, abs(apart))
-        same = is_same_loss(setup.model, together, apart) if is_exact(setup) else is_close
-        found = f"the loss of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
+    for name in names:
+        together, apart = both[name], alone[name]
+        what = "loss" if name in ("loss", MINIMIZED) else f"metric {name}"
+        found = f"the {what} of two rows is {together:.6g} in one micro-batch, {apart:.6g} in two"
         advice = "return a sum, to which each row adds the same beside any other"
-        is_finite = math.isfinite(apart)  # Otherwise, the first step says so.
-        require(same or not is_finite, f"token_loss, compute_loss or the model: {found}; {advice}")
+        same = is_same_sum(setup, together, apart, is_loss=what == "loss")
+        require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
     return False
+
+
+def is_same_sum(setup: Setup, one: float, other: float, is_loss: bool) -> bool:
+    """Up to rounding, which may decide what a metric counts."""
+    if is_exact(setup) and is_loss:
+        return is_same_loss(setup.model, one, other)
+    is_close = abs(one - other) <= 5e-2 * max(1, abs(other))
+    return is_close or not (is_loss or is_exact(setup))
 
 
 def check_documents(setup: Setup) -> None:

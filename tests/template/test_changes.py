@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -27,8 +28,10 @@ from samerun.data.batches import MicroBatch
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
+from samerun.model.build import flops_per_token
 from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
+from samerun.run.agreement import data_facts
 from samerun.run.checkpoint import check_same_state
 
 STEPS, Z = 8, 0.01
@@ -277,6 +280,10 @@ def compares_in_training(wrapped, batch, loss, metrics):  # As a batch norm does
     return loss + wrapped.training * loss.square(), metrics
 
 
+def logs_a_mean(wrapped, batch, loss, metrics):
+    return loss, metrics | {"mean": loss.detach() / (batch.targets != -100).sum()}
+
+
 def logs_no_loss(wrapped, batch, loss, metrics):
     return loss, {"cross_entropy": metrics["loss"]}
 
@@ -289,6 +296,7 @@ DEPENDS = "token_loss, compute_loss or the model: the loss of two rows is (.*) i
 FAULTS = {
     minimizes_a_mean: DEPENDS,
     compares_in_training: DEPENDS,
+    logs_a_mean: DEPENDS.replace("the loss", "the metric mean"),
     logs_no_loss: 'token_loss or compute_loss: no metric is called "loss"; log what is minimized',
     logs_values: "compute_loss: no sum, as a tensor without dimensions: found; return sums",
 }
@@ -309,6 +317,15 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     monkeypatch.setattr(train, "collate", lambda *given: Own(**vars(collate(*given))))
     monkeypatch.setattr(train, "loss_function", with_fault)
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+
+
+def test_a_plain_module_is_refused():
+    """Where a run first meets it, with text and with other rows."""
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(n_layer=1)
+    for meets in lambda: flops_per_token(model.config, None, 8), lambda: data_facts(None, {}, model):
+        with pytest.raises(UserError, match="model: its config is a SimpleNamespace, not one of transformers; make"):
+            meets()
 
 
 def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
