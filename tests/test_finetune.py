@@ -30,6 +30,7 @@ from samerun.config import Data, Model
 from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
+from samerun.errors import UserError
 from samerun.model.build import add_lora, flops_per_token, make_model
 from samerun.model.tokenizer import load_tokenizer, stop_after_turns
 
@@ -522,6 +523,18 @@ def test_lora_of_a_new_model_is_told(tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config["model"] = {"architecture": {"model_type": "llama", **shape}, "lora": {"r": 2}}
     assert "model.lora adapts random weights" in run(tmp_path, config).output
+
+
+def test_lora_of_a_model_that_generates_no_text():
+    """As in the fork of a reward model. peft would miss a method of a model of language."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kind = transformers.AutoModelForSequenceClassification
+    one, other = (kind.from_config(transformers.LlamaConfig(**shape, num_labels=1)) for _ in range(2))
+    told = "model.lora: a LlamaForSequenceClassification generates no text; give its task_type, such as SEQ_CLS"
+    with pytest.raises(UserError, match=told):
+        add_lora(one, {"r": 2})
+    adapted = add_lora(other, {"r": 2, "task_type": "SEQ_CLS"})
+    assert [name for name, weight in adapted.named_parameters() if weight.requires_grad and "score" in name]
 
 
 def test_lora_without_fields_trains_adapters_only(tmp_path):

@@ -261,6 +261,8 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
         lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
         if new_tokens:
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
+        is_of_text = lora["task_type"] != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
+        require(is_of_text, f"a {type(model).__name__} generates no text; give its task_type, such as SEQ_CLS")
         found = peft.LoraConfig(**copy.deepcopy(lora))  # peft writes into what it is given.
         check_for_codes(model, found)
         adapted = peft.get_peft_model(model, found)

@@ -142,7 +142,10 @@ def check_optimizers(model: torch.nn.Module, optimizers: list[torch.optim.Optimi
 
 
 def check_evaluations(setup: Setup) -> None:
-    """Raises UserError if there is an evaluation without targets."""
+    """Raises UserError if there is an evaluation without targets, or none though a share of the data is to be for it:
+    what a fork loads may know nothing of that."""
+    is_kept = setup.eval_data or not setup.config.data.eval_fraction
+    require(is_kept, "data.eval_fraction: no rows are held out; let what loads them do so, or take data.eval_source")
     for name, data in setup.eval_data.items():
         _, targets = data.sizes(setup.eval_rows(data))
         setting = f"{eval_setting(name)} or data.eval_fraction"

@@ -319,6 +319,16 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
+def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch):
+    """data.eval_fraction is up to what loads the rows."""
+    config, *_ = task
+    load_data = train.load_data
+    monkeypatch.setattr(train, "load_data", lambda *given: (load_data(*given)[0], {}))
+    settings = "--data.eval_source", "null", "--data.eval_fraction", 0.2
+    told = run(tmp_path, config, *settings, expect=2).output
+    assert "error: data.eval_fraction: no rows are held out; let what loads them do so" in told
+
+
 def test_a_plain_module_is_refused():
     """Where a run first meets it, with text and with other rows."""
     model = torch.nn.Linear(2, 2)
