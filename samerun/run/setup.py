@@ -187,7 +187,10 @@ def check_own_sum(setup: Setup) -> None:
     """check_sum() for rows of a fork's own: of two of the first ones, where they can be together. Others were tried
     before, in a small model. In training, a batch norm would mix them.
     """
-    if setup.collate is collate or max(stage.plan.micro_batch_size for stage in setup.stages) == 1:
+    if setup.collate is collate:
+        return
+    check_own_sizes(setup)
+    if max(stage.plan.micro_batch_size for stage in setup.stages) == 1:
         return
     draws = compares_rows(setup, training=False)
     buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
@@ -196,6 +199,18 @@ def check_own_sum(setup: Setup) -> None:
         buffer.copy_(before)
     if draws and not setup.is_random:
         say(CHANCE)
+
+
+def check_own_sizes(setup: Setup) -> None:
+    """Say if two of the first rows have another number of `targets` than sizes() counts."""
+    data = setup.train_data
+    rows = data.rows_at(0, 2)
+    batch, counted = setup.collate(data.read_rows(rows), setup.accelerator.device, setup.joined), data.sizes(rows)[1]
+    targets = getattr(batch, "targets", None)
+    if isinstance(targets, torch.Tensor) and not targets.is_floating_point():
+        found = int((targets != -100).sum())
+        if found != counted.sum():
+            say(f"Two rows have {found} targets, but sizes() counts {counted.sum()}, by which the loss is divided.")
 
 
 def compares_rows(setup: Setup, training: bool) -> bool:

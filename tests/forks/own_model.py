@@ -2,6 +2,10 @@
 
 As a PreTrainedModel that transformers knows by its model_type, it is planned, checked, sharded, saved and exported like
 any other: model.architecture: {model_type: own_gpt, hidden_size: 64}.
+
+post_init() draws all weights anew, as _init_weights() says, which a model may define. So what __init__() draws before
+has no effect. An output layer with the weight of the embedding needs more than that line of code: in the class
+_tied_weights_keys = {"head.weight": "tokens.weight"}, and in the config tie_word_embeddings: bool = True.
 """
 
 import torch

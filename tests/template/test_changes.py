@@ -319,6 +319,25 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
+def test_targets_of_ones_own_that_sizes_do_not_count_are_told(task, tmp_path, monkeypatch):
+    """The loss would be that of fewer targets, divided by all."""
+    config, *_ = task
+    collate = train.collate
+
+    def without_one(rows, *more):
+        rows = [row.copy() for row in rows]
+        for row in rows:
+            row[1, np.flatnonzero(row[1] != -100)[:1]] = -100
+        return collate(rows, *more)
+
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
+    for changed, others in (lambda *given: collate(*given), 0), (without_one, 2):
+        monkeypatch.setattr(train, "collate", changed)
+        told = run(tmp_path, config, *settings, "--run.output_dir", tmp_path / str(others)).output
+        found = re.findall(r"^Two rows have (\d+) targets, but sizes\(\) counts (\d+), by which", told, re.M)
+        assert [int(counted) - int(there) for there, counted in found] == [others] * bool(others)
+
+
 def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch):
     """data.eval_fraction is up to what loads the rows."""
     config, *_ = task
