@@ -184,14 +184,18 @@ def is_exact(setup: Setup) -> bool:
 
 
 def check_own_sum(setup: Setup) -> None:
-    """check_sum() for rows of a fork's own: of two of the first ones, where they can be together. Others were tried
-    before, in a small model. In training, a batch norm would mix them.
-    """
+    """check_sum() for rows of a fork's own, of which two of the first ones are tried. Others were tried before, in a
+    small model."""
     if setup.collate is collate:
         return
     check_own_sizes(setup)
-    if max(stage.plan.micro_batch_size for stage in setup.stages) == 1:
-        return
+    if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
+        check_together(setup)
+    check_no_rows(setup)
+
+
+def check_together(setup: Setup) -> None:
+    """Raises UserError if the losses of rows depend on those beside them, also in training, as by a batch norm."""
     draws = compares_rows(setup, training=False)
     buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
     draws |= not setup.parallel.pipeline and compares_rows(setup, training=True)
@@ -211,6 +215,18 @@ def check_own_sizes(setup: Setup) -> None:
         found = int((targets != -100).sum())
         if found != counted.sum():
             say(f"Two rows have {found} targets, but sizes() counts {counted.sum()}, by which the loss is divided.")
+
+
+def check_no_rows(setup: Setup) -> None:
+    """Raises UserError if a rank without rows would add something to the sums of others."""
+    rows = setup.train_data.read_rows(np.empty(0, int))
+    require(
+        len(rows), "data: read_rows([]) returns nothing; let it return a row without targets, for ranks without rows"
+    )
+    found = sums_in(setup, [rows])
+    odd = [f"{name} {value:.6g}" for name, value in found.items() if value != 0]
+    advice = "let read_rows([]) return a row without targets, whose sums are 0"
+    require(not odd, f"data: a rank without rows would add {', '.join(odd)}; {advice}")
 
 
 def compares_rows(setup: Setup, training: bool) -> bool:

@@ -338,6 +338,25 @@ def test_targets_of_ones_own_that_sizes_do_not_count_are_told(task, tmp_path, mo
         assert [int(counted) - int(there) for there, counted in found] == [others] * bool(others)
 
 
+@pytest.mark.parametrize(
+    "without, told",
+    [
+        (
+            lambda data: [data.read(row) for row in range(9)],
+            "data: a rank without rows would add loss .*; let read_rows",
+        ),
+        (lambda data: [], "data: read_rows.* returns nothing; let it return a row without targets"),
+    ],
+)
+def test_a_rank_without_rows_of_ones_own_adds_nothing(task, tmp_path, monkeypatch, without, told):
+    """On few processes, there is none. On many, it would change the run."""
+    config, *_ = task
+    collate, read_rows = train.collate, Dataset.read_rows
+    monkeypatch.setattr(train, "collate", lambda *given: collate(*given))
+    monkeypatch.setattr(Dataset, "read_rows", lambda data, rows: read_rows(data, rows) if len(rows) else without(data))
+    assert re.search(f"error: {told}", run(tmp_path, config, expect=2).output)
+
+
 def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch):
     """data.eval_fraction is up to what loads the rows."""
     config, *_ = task
