@@ -242,10 +242,17 @@ def short_windows(model: torch.nn.Module):
 
 def probe_loss(model: torch.nn.Module, rows: list[np.ndarray], loss_of: Callable, chunked: bool = False) -> float:
     """The loss of rows that are one micro-batch."""
+    return probe_sums(model, rows, loss_of, chunked=chunked)[0]
+
+
+def probe_sums(
+    model: torch.nn.Module, rows: list[np.ndarray], loss_of: Callable, chunked: bool = False
+) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of rows that are one micro-batch."""
     batch = collate(rows, model.device, joins_documents(model))
     with torch.no_grad():
-        loss, _ = loss_of(model.eval(), batch, chunked=chunked)
-        return loss.item()
+        loss, metrics = loss_of(model.eval(), batch, chunked=chunked)
+        return loss.item(), {name: float(value) for name, value in metrics.items()}
 
 
 def is_same_loss(model: torch.nn.Module, one: float, other: float) -> bool:
@@ -259,12 +266,20 @@ def check_sum(model: torch.nn.Module, loss_of: Callable) -> None:
     """
     row = probe_row(vocabulary_size(model), packed=True)
     rows = [row[:, :4], row[:, 4:]]
-    together, again, *alone = (probe_loss(model, some, loss_of) for some in (rows, rows, rows[:1], rows[1:]))
-    draws = together != again  # Random numbers, which differ in each pass.
-    same = draws or is_same_loss(model, together, sum(alone))
-    found = f"two rows have the loss {together:.6g}, and alone {alone[0]:.6g} and {alone[1]:.6g}"
+    (together, sums), (again, _), *apart = (
+        probe_sums(model, some, loss_of) for some in (rows, rows, rows[:1], rows[1:])
+    )
+    if together != again:  # Random numbers, which differ in each pass.
+        return
+    alone = [loss for loss, _ in apart]
     advice = "return a sum, to which each row adds the same beside any other"
-    require(same, f"token_loss or compute_loss: {found}; {advice}")
+    found = f"two rows have the loss {together:.6g}, and alone {alone[0]:.6g} and {alone[1]:.6g}"
+    require(is_same_loss(model, together, sum(alone)), f"token_loss or compute_loss: {found}; {advice}")
+    for name, value in sums.items():
+        alone = [metrics.get(name, math.nan) for _, metrics in apart]
+        found = f"two rows have the metric {name} {value:.6g}, and alone {alone[0]:.6g} and {alone[1]:.6g}"
+        differs = abs(value - sum(alone)) > 5e-2 * max(1, abs(value))  # Rounding may decide what a metric counts.
+        require(not differs, f"token_loss or compute_loss: {found}; {advice}")
 
 
 def check_selective(model: torch.nn.Module, loss_of: Callable) -> None:

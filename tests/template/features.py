@@ -203,7 +203,7 @@ def hub(house: House) -> None:
 def chunked_loss(house: House) -> None:
     house.drop_setting("model.chunked_loss", False)
     house.reword('{"model.chunked_loss": True},', "")
-    for function in "compute_loss", "compile_model", "probe_loss":
+    for function in "compute_loss", "compile_model", "probe_loss", "probe_sums":
         house.drop_parameter(function, "chunked", False)
     house.reword("is_random, chunked = check_model", "is_random = check_model")
     house.reword("return is_random, chunked", "return is_random")

@@ -240,6 +240,22 @@ def comparing_loss(logits, targets):
     return loss.sum() + loss.var(), {"loss": loss}
 
 
+def test_a_metric_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch):
+    """It would be that of one micro-batch, divided by the targets of all."""
+    config, *_ = task
+    token_loss = train.token_loss
+
+    def with_mean(logits, targets):
+        loss, metrics = token_loss(logits, targets)
+        return loss, metrics | {"entropy": torch.distributions.Categorical(logits=logits).entropy().mean()}
+
+    monkeypatch.setattr(train, "token_loss", with_mean)
+    told = run(tmp_path, config, expect=2).output
+    found = "error: token_loss or compute_loss: two rows have the metric entropy (.*), and alone (.*) and (.*); return"
+    together, *alone = map(float, re.search(found, told).groups())
+    assert together == pytest.approx(sum(alone) / 2, rel=1e-2)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("token_loss", [mean_loss, mean_of_summed_metric, comparing_loss])
 def test_a_loss_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch, token_loss, attention):
