@@ -198,7 +198,7 @@ def check_together(setup: Setup) -> None:
     """Raises UserError if the losses of rows depend on those beside them, also in training, as by a batch norm."""
     draws = compares_rows(setup, training=False)
     buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
-    draws |= not setup.parallel.pipeline and compares_rows(setup, training=True)
+    draws |= compares_rows(setup, training=True)
     for buffer, before in buffers:
         buffer.copy_(before)
     if draws and not setup.is_random:
