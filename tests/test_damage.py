@@ -331,6 +331,40 @@ def test_curves_that_a_full_disk_has_cut(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "curves.png").read_bytes() == picture
 
 
+def test_what_curves_show(tmp_path, monkeypatch):
+    """Each number against the tokens by then, in millions, that of run.eval_every too; and where a launch went on."""
+    lines = [
+        {"step": 0, "plan/num_processes": 1},
+        {"step": 1, "train/tokens": 1e6, "train/loss": 3.0, "perf/tokens_per_second": 9, "train/learning_rate": 0.1},
+        {"step": 2, "train/tokens": 2e6, "train/loss": None, "perf/tokens_per_second": 8, "train/learning_rate": 0.2},
+        {"step": 2, "train/tokens": 2e6, "eval/loss": 2.5},
+        {"step": 2, "plan/num_processes": 2},
+        {"step": 3, "train/tokens": 4e6, "train/loss": 1.0, "perf/tokens_per_second": 7, "train/learning_rate": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = []
+
+    def keep(figure, path, **options) -> None:
+        drawn.append([[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes])
+        Path(path).touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    draw_curves(tmp_path, at_most_every=60)
+    continued = [[2, 0], [2, 1]]
+    assert drawn == [
+        [
+            [[[1, 3], [4, 1]], [[2, 2.5]], continued],
+            [[[1, 9], [2, 8], [4, 7]], continued],
+            [[[1, 0.1], [2, 0.2], [4, 0.3]], continued],
+        ]
+    ]
+    draw_curves(tmp_path, at_most_every=60)
+    assert len(drawn) == 1
+    os.utime(tmp_path / "curves.png", (time.time() - 61,) * 2)
+    draw_curves(tmp_path, at_most_every=60)
+    assert len(drawn) == 2
+
+
 def test_curves_of_many_metrics_take_little_memory(tmp_path):
     """As with many sources: only those that are drawn are kept."""
     others = {f"train/loss/{number}": 2.3456789012 for number in range(500)}

@@ -37,6 +37,7 @@ from samerun.model.checks import (
     draws_random_numbers,
     probe_batch,
     settle_attention,
+    settle_model,
     what_leaks,
 )
 from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
@@ -279,6 +280,42 @@ def test_what_a_token_sees(case):
     model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation=attention)
     assert (what_leaks(model, packed=False), what_leaks(model, packed=True)) == (alone, packed)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_a_token_sees_above_trained_embeddings():
+    """Those that model.lora trains, peft computes without the module that it has wrapped."""
+    found = transformers.AutoConfig.for_model("mamba", use_cache=False, **SHAPE)
+    plain = transformers.AutoModelForCausalLM.from_config(found)
+    assert what_leaks(add_lora(plain, {"r": 2, "target_modules": ["in_proj"]}, [5]), packed=True) == "other documents"
+
+
+def config_to_settle(**model) -> Config:
+    data = Data.model_construct(packing="concat", sequence_length=24)
+    return Config.model_construct(model=Model(**model), data=data)
+
+
+def test_documents_whose_positions_go_on_are_found():
+    """The tokens of the second document see what they should, and have the positions of a longer one."""
+    model = build("gpt2", OLD_SHAPE, "eager")
+    settle_model(model, config_to_settle(), [], loss_of_run())
+    table = model.transformer.wpe
+    table.forward = lambda positions: table.weight[torch.arange(positions.shape[1])]
+    with pytest.raises(UserError, match="data.packing: a gpt2 computes another loss where documents share a row"):
+        settle_model(model, config_to_settle(), [], loss_of_run())
+
+
+def test_an_attention_that_no_cpu_has_is_not_tried(monkeypatch):
+    """What does not depend on it is tried with another one."""
+
+    def on_a_gpu(*args, **more):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "of_a_gpu", on_a_gpu)
+    model = build("llama", SHAPE, "sdpa")
+    model.set_attn_implementation("of_a_gpu")
+    name, is_random, *chunked = settle_model(model, config_to_settle(chunked_loss=True), [], loss_of_run())
+    assert (name, is_random, chunked) == ("of_a_gpu", False, [True])
+    assert model.config._attn_implementation == "of_a_gpu"
 
 
 def test_a_model_that_needs_its_masks_gets_them(tmp_path):

@@ -37,7 +37,6 @@ def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
 
 # What curves.png is drawn from.
 DRAWN = [
-    "step",
     "train/tokens",
     "plan/num_processes",
     "train/loss",
@@ -53,7 +52,7 @@ def draw_picture(metrics: Path, picture: Path) -> None:
     with open(metrics) as file:  # pandas by itself would hold all metrics, of which there may be gigabytes.
         lines = pd.DataFrame([list(map(json.loads(line).get, DRAWN)) for line in file], columns=DRAWN, dtype=float)
     lines["train/tokens"] = lines["train/tokens"].ffill() / 1e6
-    continued = lines["train/tokens"][lines["plan/num_processes"].notna() & (lines["step"] > 0)].dropna()
+    continued = lines["train/tokens"][lines["plan/num_processes"].notna()].dropna()  # Not the first launch.
     figure = Figure(figsize=(16, 4.5), layout="constrained")
     loss, speed, rate = figure.subplots(1, 3, width_ratios=(3, 2, 2))
 
