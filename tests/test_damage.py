@@ -533,6 +533,21 @@ def test_auto_finds_what_fits(whole, tmp_path, monkeypatch, rows, where, micro_b
         assert json.loads((checkpoint / "manifest.json").read_text())["plan"]["micro_batch_size"] == micro_batch_size
 
 
+def test_auto_finds_what_fits_beside_gradients_and_moments(whole, tmp_path, monkeypatch):
+    """Which the first passes of a launch do not need yet, with batch.max_micro_batch_size auto either."""
+    build_optimizer, made = train.build_optimizer, []
+    monkeypatch.setattr(train, "build_optimizer", lambda *args: made.extend(build_optimizer(*args)) or made)
+
+    def before(call, ids):
+        weights = [weight for group in made[0].param_groups for weight in group["params"]]
+        if ids.numel() > 3 * 24 and made[0].state and any(weight.grad is not None for weight in weights):
+            no_memory()
+
+    patch_forward(monkeypatch, before)
+    done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto")
+    assert done.metrics[0]["plan/micro_batch_size"] == 3
+
+
 def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):
     limit_memory(monkeypatch, 0)
     done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto", expect=2)

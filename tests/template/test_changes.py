@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import train
 from samerun.config import Config, MayChange, Optim, may_change
-from samerun.data.batches import MicroBatch
+from samerun.data.batches import MicroBatch, collate
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
@@ -269,22 +269,36 @@ def test_a_loss_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch, t
     assert token_loss is comparing_loss or together == pytest.approx(sum(alone) / 2, rel=1e-4)
 
 
-def test_rows_of_ones_own_that_are_compared_are_refused(task, tmp_path, monkeypatch):
+def one_is_left_out(rows, *more):
+    return collate(rows[:1], *more)
+
+
+def one_token_is_another(rows, *more):
+    batch = collate(rows, *more)
+    batch.input_ids[0, 0] += 1
+    return batch
+
+
+@pytest.mark.parametrize("collated, ratio", [(one_is_left_out, 2), (one_token_is_another, 1)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--batch.max_micro_batch_size", 2),
+        ("--batch.global_batch_size", 1, "--batch.warmup", "[{steps: 1, rows: 2}]"),
+    ],
+    ids=["batch", "warmup"],
+)
+def test_rows_of_ones_own_that_are_compared_are_refused(task, tmp_path, monkeypatch, settings, collated, ratio):
     """Where they may be in one micro-batch, and as the model is by then: before, it is tried on rows of text."""
     config, *_ = task
-    collate = train.collate
-
-    def one_is_left_out(rows, *more):
-        return collate(rows[:1], *more)
-
-    monkeypatch.setattr(train, "collate", one_is_left_out)
-    told = run(tmp_path, config, "--batch.max_micro_batch_size", 2, expect=2).output
+    monkeypatch.setattr(train, "collate", collated)
+    told = run(tmp_path, config, *settings, expect=2).output
     one, two = map(float, re.search("the loss of two rows is (.*) in one micro-batch, (.*) in two; ret", told).groups())
-    assert 1.5 < two / one < 2.5
+    assert two / one == pytest.approx(ratio, rel=0.25) and two != one
     run(tmp_path, config, "--batch.max_micro_batch_size", 1, "--run.max_steps", 2, "--optim.warmup_steps", 0)
 
 
-class Own(MicroBatch):
+class OwnBatch(MicroBatch):
     """Of rows of a fork's own, unlike those that the small model is tried with."""
 
 
@@ -326,11 +340,11 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     def with_fault(config):
         def loss_of(wrapped, batch, chunked=False):
             loss, metrics = loss_function(config)(wrapped, batch, chunked=chunked)
-            return fault(wrapped, batch, loss, metrics) if isinstance(batch, Own) else (loss, metrics)
+            return fault(wrapped, batch, loss, metrics) if isinstance(batch, OwnBatch) else (loss, metrics)
 
         return loss_of
 
-    monkeypatch.setattr(train, "collate", lambda *given: Own(**vars(collate(*given))))
+    monkeypatch.setattr(train, "collate", lambda *given: OwnBatch(**vars(collate(*given))))
     monkeypatch.setattr(train, "loss_function", with_fault)
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
@@ -405,6 +419,29 @@ def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "collate", changed)
     settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
     assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+
+
+@pytest.mark.slow
+def test_the_loss_of_ones_own_rows_on_two_processes(task, tmp_path):
+    """Each has both rows to try, and the message their loss as it is."""
+    config, *_ = task
+    script = fork(tmp_path, "collated = train.collate\ndef collate(rows, *more): return collated(rows[:1], *more)")
+    found = set()
+    for processes in 1, 2:
+        told = launch(tmp_path, config, script=script, processes=processes, warm=True, expect=None).output
+        found.add(re.search("error: .*the loss of two rows is .* in one micro-batch, .* in two;", told)[0])
+    assert len(found) == 1
+
+
+def test_what_is_not_asked_of_rows_of_ones_own(task, tmp_path, monkeypatch):
+    """Neither to be documents of text, as data.packing joins them, nor that their loss is finite: a step tells that."""
+    config, *_ = task
+    config = config | {"data": config["data"] | {"packing": "concat", "eval_source": None}}
+    monkeypatch.setattr(train, "collate", one_token_is_another)
+    settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
+    run(tmp_path, config, *settings, "--batch.max_micro_batch_size", 1)
+    monkeypatch.setattr("samerun.run.setup.loss_in", lambda *_: float("inf"))
+    run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "again")
 
 
 def test_a_loss_that_draws_random_numbers_is_accepted(task, tmp_path, monkeypatch):
