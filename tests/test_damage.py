@@ -33,6 +33,7 @@ from transformers import LlamaForCausalLM
 
 import train
 from samerun import files
+from samerun.data.rows import longest_row
 from samerun.meeting import Meeting
 from samerun.optim import Guard
 from samerun.run.checkpoint import find_checkpoint, progress_in
@@ -546,6 +547,35 @@ def test_auto_finds_what_fits_beside_gradients_and_moments(whole, tmp_path, monk
     patch_forward(monkeypatch, before)
     done = helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto")
     assert done.metrics[0]["plan/micro_batch_size"] == 3
+
+
+def test_auto_tries_what_a_step_computes(whole, tmp_path, monkeypatch):
+    """With batch.max_micro_batch_size auto: in the precision of the launch, with documents as the model has them."""
+    token_loss, is_cast, are_joined = train.token_loss, set(), []
+
+    def noted(logits, targets):
+        if torch.is_grad_enabled():
+            is_cast.add(torch.is_autocast_enabled("cpu"))
+        return token_loss(logits, targets)
+
+    monkeypatch.setattr(train, "token_loss", noted)
+    monkeypatch.setattr(
+        "samerun.run.setup.longest_row", lambda data, joined: are_joined.append(joined) or longest_row(data, joined)
+    )
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = "--batch.max_micro_batch_size", "auto", "--run.max_steps", 1, "--optim.warmup_steps", 0
+    for attention in "sdpa", "eager":
+        folder = tmp_path / attention
+        helpers.run(tmp_path, whole[0], *settings, "--model.attention", attention, "--run.output_dir", folder)
+    assert is_cast == {True} and are_joined == [True, False]
+
+
+@pytest.mark.slow
+def test_auto_on_three_processes(whole, tmp_path):
+    """Of 10 rows, one has 4."""
+    done = helpers.launch(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto", processes=3, warm=True)
+    assert done.metrics[0]["plan/micro_batch_size"] == 4
+    assert done.losses == pytest.approx(whole[1].losses, rel=1e-6)
 
 
 def test_not_even_one_row_fits(whole, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ from samerun.model.checks import (
     check_selective,
     draws_random_numbers,
     probe_batch,
+    is_same_loss,
     settle_attention,
     settle_model,
     what_leaks,
@@ -267,6 +268,7 @@ LEAKS = {  # Family, shape, attention: what a token sees in a row of one documen
     "a bias that is added to the mask": ("doge", SHAPE, "sdpa", "", ""),
     "an encoder": ("bert", SHAPE, "eager", "later tokens", "later tokens"),
     "state-space layers": ("jamba", SHAPE | JAMBA | {"use_mamba_kernels": False}, "eager", "", "other documents"),
+    "short convolutions": ("lfm2", SHAPE | {"layer_types": ["conv"] * 2}, "eager", "", "other documents"),
     "state-space layers alone": ("mamba", SHAPE, "eager", "", "other documents"),
 }
 
@@ -287,6 +289,63 @@ def test_what_a_token_sees_above_trained_embeddings():
     found = transformers.AutoConfig.for_model("mamba", use_cache=False, **SHAPE)
     plain = transformers.AutoModelForCausalLM.from_config(found)
     assert what_leaks(add_lora(plain, {"r": 2, "target_modules": ["in_proj"]}, [5]), packed=True) == "other documents"
+
+
+def mixed(attention: str, mix) -> torch.nn.Module:
+    """A Llama whose first layer gets other states."""
+    model = build("llama", SHAPE, attention)
+    model.model.layers[0].register_forward_pre_hook(lambda layer, args: (mix(args[0]),))
+    return model
+
+
+def test_what_a_token_sees_where_embeddings_change_in_place():
+    assert what_leaks(mixed("eager", lambda states: states.mul_(2)), packed=True) == ""
+
+
+def test_a_prefix_whose_tokens_all_see_each_other_is_found():
+    prefix = mixed("eager", lambda states: torch.cat((states[:, :4] + states[:, :4].flip(1), states[:, 4:]), dim=1))
+    assert what_leaks(prefix, packed=False) == "later tokens"
+
+
+def before(states: torch.Tensor) -> torch.Tensor:
+    """Of each token, the states of the one before it."""
+    return torch.nn.functional.pad(states, (0, 0, 1, -1))
+
+
+def test_what_documents_see_is_found_below_rounding():
+    """Though the loss of a row does not tell."""
+    settle_attention(mixed("sdpa", lambda states: states + 1e-9), "concat", loss_of_run())
+    leaks = mixed("sdpa", lambda states: states + 1e-9 * before(states))
+    with pytest.raises(UserError, match="data.packing: in a llama the documents of a row see each other"):
+        settle_attention(leaks, "concat", loss_of_run())
+
+
+def test_pairs_of_tokens_of_two_documents_are_found():
+    """The documents of a short row end with a pair."""
+    second = lambda states: (torch.arange(states.shape[1]) % 2)[:, None]  # noqa: E731
+    model = mixed("eager", lambda states: states + second(states) * before(states))
+    settle_attention(model, "concat", loss_of_run())
+    model.config.index_topk = 1  # Of such models, a long row is tried, too.
+    with pytest.raises(UserError, match="data.packing: in a llama the documents of a row see each other"):
+        settle_attention(model, "concat", loss_of_run())
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7 / 10)])
+def test_which_losses_are_the_same(dtype, bound):
+    """But for rounding in the type of the weights."""
+    model = SimpleNamespace(dtype=dtype)
+    for loss in 20.0, 0.02:
+        for sign in -1, 1:
+            assert is_same_loss(model, loss * (1 + sign * 0.99 * bound), loss)
+            assert not is_same_loss(model, loss * (1 + sign * 1.01 * bound), loss)
+
+
+def test_what_a_token_sees_if_its_logits_add_up_to_nothing():
+    found = transformers.AutoConfig.for_model("mamba", tie_word_embeddings=False, **SHAPE | {"vocab_size": 2})
+    model = transformers.AutoModelForCausalLM.from_config(found)
+    with torch.no_grad():
+        model.lm_head.weight[1] = -model.lm_head.weight[0]
+    assert what_leaks(model, packed=True) == "other documents"
 
 
 def config_to_settle(**model) -> Config:
@@ -327,11 +386,14 @@ def test_a_model_that_needs_its_masks_gets_them(tmp_path):
     config["run"]["max_steps"] = 40
     config["optim"]["schedule"] = "constant"
     config["model"] = {"architecture": {"model_type": "doge", **SHAPE, "vocab_size": 384}}
-    losses = run(tmp_path, config).losses
+    done = run(tmp_path, config)
+    losses, told = done.losses, "Rows are padded, because a doge does not keep documents apart in a single row."
+    assert told in done.output
     assert np.log(16) - 0.15 < np.mean(losses[-10:]) < np.log(16) + 0.5
     config["model"]["attention"] = "eager"  # With transformers' masks from the start.
-    other = run(tmp_path, config, "--run.max_steps", 10, "--run.output_dir", tmp_path / "eager").losses
-    np.testing.assert_allclose(losses[:10], other, rtol=1e-4)
+    other = run(tmp_path, config, "--run.max_steps", 10, "--run.output_dir", tmp_path / "eager")
+    np.testing.assert_allclose(losses[:10], other.losses, rtol=1e-4)
+    assert told not in other.output
 
 
 def test_an_encoder_is_refused(tmp_path):
@@ -857,6 +919,15 @@ def test_chance_in_a_model_is_seen_by_what_it_does(name):
     off = {setting: 0.0 for setting in RANDOM[name]}
     if name != "phimoe":  # It knows no other way to train.
         assert not draws_random_numbers(build(name, shape | RANDOM[name] | off, "eager"))
+
+
+def test_chance_that_two_passes_may_not_show():
+    """A layer that is left out every other time."""
+    shape = SHAPE | {"num_hidden_layers": 1, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    model = build("opt", shape | {"layerdrop": 0.5}, "eager")
+    for seed in range(8):
+        torch.manual_seed(seed)
+        assert draws_random_numbers(model)
 
 
 def test_chance_that_the_loss_does_not_show_yet():

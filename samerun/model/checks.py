@@ -207,7 +207,7 @@ def settle_attention(model: torch.nn.Module, packing: str, loss_of: Callable, se
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # Without peft's adapters.
         if not found and not has_known_layers(plain):
             length = min(sequence_length, LONG)
-            first = min(2 * length // 5 | 1, length - 1)  # Odd, so that tokens that belong together cross the border.
+            first = 2 * length // 5 | 1  # Odd, so that tokens that belong together cross the border.
             found = what_leaks(model, True, (first, length - first))
     causal = found != "later tokens"
     require(causal, f"model: a token of this {name} sees later ones; take a causal model (is_decoder: true)")

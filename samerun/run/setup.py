@@ -301,7 +301,7 @@ def largest_micro_batch(parallel: Parallelism, model: torch.nn.Module, optimizer
         for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
             with accelerator.no_sync(model), accelerator.autocast():
                 loss, _ = parallel.loss_of(model, *parallel.part_of([batch]))
-            accelerator.backward(loss * 0)
+            accelerator.backward(loss)
         return size
 
     with as_user_error(

@@ -440,7 +440,8 @@ def test_what_is_not_asked_of_rows_of_ones_own(task, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "collate", one_token_is_another)
     settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
     run(tmp_path, config, *settings, "--batch.max_micro_batch_size", 1)
-    monkeypatch.setattr("samerun.run.setup.loss_in", lambda *_: float("inf"))
+    monkeypatch.setattr("samerun.run.setup.check_no_rows", lambda *_: None)
+    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_: {"loss": float("inf")})
     run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "again")
 
 
