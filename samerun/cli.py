@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields
+from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields, is_within
 from samerun.errors import UserError, one_line, require
 from samerun.yaml12 import comment_in, parse_yaml
 
@@ -180,11 +180,6 @@ def is_about(problems: str, overrides: list[str]) -> bool:
     # A section may also lack another setting, which its file should have.
     is_section = "." not in setting and not rest.startswith(": unknown key")
     return not is_section and any(is_within(name, setting) for name in overrides)
-
-
-def is_within(name: str, setting: str) -> bool:
-    """Whether a dotted path leads to a setting, or into it."""
-    return f"{name}.".startswith(f"{setting}.")
 
 
 @dataclass(frozen=True)

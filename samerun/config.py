@@ -429,15 +429,14 @@ def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
     return counts
 
 
-def may_change(kind: type[Config], name: str) -> bool:
-    """Whether a run may be continued with another value of this setting; `name` is its dotted path, or longer."""
-    field = config_fields(kind).get(setting_of(name))
-    return field is not None and MAY_CHANGE in field.metadata
-
-
 def setting_of(name: str) -> str:
     """The dotted path of the setting that a longer path leads into."""
     return ".".join(name.split(".")[:2])
+
+
+def is_within(name: str, setting: str) -> bool:
+    """Whether a dotted path leads to a setting, or into it."""
+    return f"{name}.".startswith(f"{setting}.")
 
 
 def config_fields(kind: type[Config]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from samerun.parallel.mesh import Parallelism
 from samerun.run.agreement import launcher_settings
 from samerun.run.launch import reseed, start_accelerator
 from samerun.run.meter import Meter, peak_memory
-from samerun.run.resume import Saver
+from samerun.run.saver import Saver
 
 CUDA = torch.device("cuda")
 
@@ -228,7 +228,7 @@ def test_attention_of_rows(monkeypatch, are_joined, way, key_heads, scaling, win
 @pytest.mark.parametrize("device, pinned", [("cuda", True), ("cpu", False)])
 def test_a_checkpoint_is_copied_to_pinned_memory(tmp_path, monkeypatch, device, pinned):
     chosen = []
-    monkeypatch.setattr("samerun.run.resume.StateDictStager", lambda pin_memory: chosen.append(pin_memory))
+    monkeypatch.setattr("samerun.run.saver.StateDictStager", lambda pin_memory: chosen.append(pin_memory))
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
     config = SimpleNamespace(run=SimpleNamespace(after_save=None, hub=None))
     folder = SimpleNamespace(checkpoints=tmp_path)

@@ -43,7 +43,7 @@ from warm import Launch
 import train
 from samerun.run import folder as folder_room
 from samerun.run.launch import StopSignal, report
-from samerun.run.resume import Saver
+from samerun.run.saver import Saver
 
 MAX_STEPS, SAVE_EVERY, EVAL_EVERY = 72, 4, 6  # No step is followed by a checkpoint and then by one with an evaluation.
 ALLOWED_SECONDS = 30  # Between SIGTERM and SIGKILL, by torchrun and by most schedulers.

@@ -43,6 +43,7 @@ from samerun.config import flatten
 from samerun.meeting import Meeting
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
+from samerun.run import saver as saver_room
 from samerun.run.checkpoint import Progress
 
 STEPS = list(range(1, 31))
@@ -989,7 +990,7 @@ def test_the_best_is_marked_and_not_saved_twice(tmp_path, monkeypatch):
     """A step with a checkpoint of its own that turns out to be the best: the tensors are written once."""
     saved = []
     monkeypatch.setattr(
-        resume, "save_checkpoint", lambda *args: saved.append(args[3]["step"]) or save_checkpoint(*args)
+        saver_room, "save_checkpoint", lambda *args: saved.append(args[3]["step"]) or save_checkpoint(*args)
     )
     save_checkpoint = checkpoint.save_checkpoint
     config = config_of_noise(tmp_path)
@@ -1006,7 +1007,9 @@ def test_a_checkpoint_is_of_its_step_however_long_it_takes(tmp_path, monkeypatch
     config, saved = tiny_config(tmp_path), {}
     config["run"] |= {"max_steps": 5, "save_every": 1, "keep_checkpoints": 5}
     save_checkpoint, seconds = checkpoint.save_checkpoint, iter([0] * 5 + [0.5] + [0] * 4)
-    monkeypatch.setattr(resume, "save_checkpoint", lambda *args: time.sleep(next(seconds)) or save_checkpoint(*args))
+    monkeypatch.setattr(
+        saver_room, "save_checkpoint", lambda *args: time.sleep(next(seconds)) or save_checkpoint(*args)
+    )
     for name in "quick", "slow":
         done = run(tmp_path, config, "--run.output_dir", tmp_path / name)
         saved[name] = load_file(next((done.folder / "checkpoints" / "step-00000001").glob("*.safetensors")))

@@ -19,8 +19,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from samerun.cli import describe, is_within
-from samerun.config import GONE, Config, config_fields, flatten, may_change, setting_of
+from samerun.cli import describe
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
 from samerun.files import checksum, replace_file, replace_folder, sync
 from samerun.meeting import Meeting
@@ -87,36 +86,6 @@ def progress_in(manifest: dict[str, Any]) -> Progress:
         return TypeAdapter(Progress).validate_python(manifest)
     except ValidationError as error:
         raise UserError(describe(error)) from None
-
-
-def changed_settings(
-    kind: type[Config], theirs: dict[str, Any], ours: dict[str, Any]
-) -> Iterable[tuple[str, Any, Any]]:
-    """What must not change and has: its name, its value in a manifest, and its value now, of two flattened configs.
-
-    A setting that is newer than the manifest had its default.
-    """
-    defaults = flatten(kind.model_construct().model_dump())
-    for name in {**ours, **theirs}:
-        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
-        if before != now and not may_change(kind, name):
-            yield name, before, now
-
-
-def is_allowed(config: Config, name: str) -> bool:
-    """Whether run.allow_changes lets a change of this name pass, or of what it is a part of."""
-    return any(is_within(name_of_change(config, name), setting) for setting in config.run.allow_changes)
-
-
-def name_of_change(config: Config, name: str) -> str:
-    """What run.allow_changes calls it. A setting that the code has lost cannot be named there."""
-    is_gone = "." in name and setting_of(name) not in config_fields(type(config))  # ROWS and the like have no dot.
-    return GONE if is_gone else name
-
-
-def advice_to_allow(config: Config, names: Iterable[str]) -> str:
-    words = ", ".join(dict.fromkeys(name_of_change(config, name) for name in names))
-    return f"--run.allow_changes '[{words}]'"
 
 
 def checkpoint_name(step: int) -> str:

@@ -26,12 +26,10 @@ from samerun.model.outline import bare, is_quantized, outline, state_of
 from samerun.model.tokenizer import load_tokenizer, use_tokenizer
 from samerun.model.weights import fill_weights
 from samerun.run.agreement import checksum_of_frozen
+from samerun.run.changes import advice_to_allow, changed_settings, is_allowed
 from samerun.run.checkpoint import (
-    advice_to_allow,
-    changed_settings,
     checkpoint_name,
     find_checkpoint,
-    is_allowed,
     list_checkpoints,
     progress_in,
     step_of,

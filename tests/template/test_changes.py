@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import train
-from samerun.config import Config, MayChange, Optim, may_change
+from samerun.config import Config, MayChange, Optim
 from samerun.data.batches import MicroBatch, collate
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
@@ -32,6 +32,7 @@ from samerun.model.build import flops_per_token
 from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
 from samerun.run.agreement import data_facts
+from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
 
 STEPS, Z = 8, 0.01

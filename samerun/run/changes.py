@@ -1,0 +1,174 @@
+"""How a launch differs from the checkpoint that it goes on from: what is refused, and what is only said."""
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from samerun.cli import is_within
+from samerun.config import FROZEN, GONE, MAY_CHANGE, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
+from samerun.errors import UserError, require, say
+from samerun.run.agreement import OF_NO_MODEL
+from samerun.run.checkpoint import Progress
+from samerun.run.setup import Setup
+
+# Where the data, their tokenizer and their chat template lie. Whether they are the same is told by the rows.
+PLACES = re.compile(r"data\.(sources\.[\w-]+\.)?(path|name|files|split|tokenizer|chat_template)")
+
+
+def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises UserError if the config or the data has changed so much that this would be another run.
+
+    Says which of the changes run.allow_changes lets pass.
+    """
+    theirs = {FROZEN: ours.get(FROZEN)} | theirs  # Older manifests do not say it.
+    same_rows = theirs.get(ROWS) == ours[ROWS]
+    changed, passed = {}, {}
+    for name, before, now in changed_settings(type(setup.config), theirs, ours):
+        if same_rows and PLACES.fullmatch(name):
+            continue
+        told = passed if is_allowed(setup.config, name) else changed
+        told[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
+    if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
+        changed[ROWS] += (
+            ". The chat template writes today's date: fix it by data.chat_template_kwargs, such as "
+            "{date_string: 26 Jul 2024}, if the template reads that, or in a template of your own"
+        )
+    if FROZEN in changed:
+        changed[FROZEN] += ". model.pretrained is another model than before, under the same name"
+    if ROW_ORDER in changed:
+        changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
+    if changed:
+        allow = advice_to_allow(setup.config, [*passed, *changed])
+        advice = f"Choose a new run.output_dir, or continue with these changes: {allow}"
+        raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
+    if passed:
+        say("\n".join(["run.allow_changes: this run goes on with other settings:", *passed.values()]))
+
+
+def changed_settings(
+    kind: type[Config], theirs: dict[str, Any], ours: dict[str, Any]
+) -> Iterable[tuple[str, Any, Any]]:
+    """What must not change and has: its name, its value in a manifest, and its value now, of two flattened configs.
+
+    A setting that is newer than the manifest had its default.
+    """
+    defaults = flatten(kind.model_construct().model_dump())
+    for name in {**ours, **theirs}:
+        before, now = theirs.get(name, defaults.get(name)), ours.get(name)
+        if before != now and not may_change(kind, name):
+            yield name, before, now
+
+
+def may_change(kind: type[Config], name: str) -> bool:
+    """Whether a run may be continued with another value of this setting; `name` is its dotted path, or longer."""
+    field = config_fields(kind).get(setting_of(name))
+    return field is not None and MAY_CHANGE in field.metadata
+
+
+def is_allowed(config: Config, name: str) -> bool:
+    """Whether run.allow_changes lets a change of this name pass, or of what it is a part of."""
+    return any(is_within(name_of_change(config, name), setting) for setting in config.run.allow_changes)
+
+
+def name_of_change(config: Config, name: str) -> str:
+    """What run.allow_changes calls it. A setting that the code has lost cannot be named there."""
+    is_gone = "." in name and setting_of(name) not in config_fields(type(config))  # ROWS and the like have no dot.
+    return GONE if is_gone else name
+
+
+def advice_to_allow(config: Config, names: Iterable[str]) -> str:
+    words = ", ".join(dict.fromkeys(name_of_change(config, name) for name in names))
+    return f"--run.allow_changes '[{words}]'"
+
+
+def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises UserError for a whole model where this run has an adapter, or the reverse. What else differs, such as the
+    scale of the adapter, is said."""
+    was_whole, is_whole = (config.get("model.lora", {}) is None for config in (theirs, ours))
+    was, wanted, export = "a whole model", "an adapter", "--export"
+    if is_whole:
+        was, wanted, export = "an adapter", "a whole model", "--export with --merge"
+    advice = f"make a model of it by {export} and the config of its run, and give that as model.pretrained"
+    refusal = f"run.init_from: {path} is of {was}, and with this model.lora the run trains {wanted}; {advice}"
+    require(was_whole == is_whole, refusal)
+    for name in sorted(theirs.keys() | ours.keys()):
+        if is_within(name, "model.lora") and theirs.get(name) != ours.get(name):
+            say(f"run.init_from: {name}: {theirs.get(name)!r} in the checkpoint, {ours.get(name)!r} now.")
+
+
+def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], config: Config) -> None:
+    """Raises UserError if the weights of run.init_from were trained above others, unless that is allowed."""
+    before, now = theirs.get(FROZEN), ours.get(FROZEN)
+    if before is None or now is None or before == now:  # Older manifests do not say it.
+        return
+    told = f"run.init_from: {path} was trained above other frozen weights than those of model.pretrained now"
+    allow = advice_to_allow(config, [FROZEN])
+    require(is_allowed(config, FROZEN), f"{told}; give its model, or start all the same: {allow}")
+    say(f"{told}.")
+
+
+def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError if the transformers config is another one, but for what another version of transformers adds."""
+    changed = [f"  {difference}" for difference in changes_of_model(before, now)]
+    advice = "Choose a new run.output_dir, or continue with it: --run.allow_changes '[model.pretrained]'"
+    told = [f"{path} is of a model with another config:", *changed, advice]
+    require(not changed, "\n".join(told))
+
+
+def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two transformers configs, of the settings that both of them have."""
+    return [
+        f"{name}: {before[name]!r} in the checkpoint, {now[name]!r} now"
+        for name in sorted(before.keys() & now.keys())
+        if name.rpartition(".")[2] not in OF_NO_MODEL and before[name] != now[name]
+    ]
+
+
+def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
+    """The run may go on in another precision, which changes what it computes, but not in silence."""
+    changed = [name for name in ("precision", "launcher") if before.get(name, now[name]) != now[name]]
+    if changed:
+        told = [f"{name} {before[name]} in the checkpoint, {now[name]} now" for name in changed]
+        say(f"The launch is not as before: {'; '.join(told)}.")
+
+
+def say_if_code_has_changed(before: dict[str, str], now: dict[str, str]) -> None:
+    """A fork's loss or data may compute something else now. Whether that was meant, only its author knows."""
+    changed = [name for name in before.keys() & now.keys() if before[name] != now[name]]
+    if changed:
+        first, *others = sorted(changed, key=lambda name: (name.count("/"), name))  # What lies beside train.py first.
+        say(f"The code is not as it was before: {first}{f', and others: {len(others)}' if others else ''}.")
+
+
+def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
+    """With another batch than before, which run.allow_changes may let pass, a step stands for other rows."""
+    step = progress.step + 1
+    next_row = setup.stage_at(step).row_of(step)
+    if step <= setup.max_steps and next_row != progress.rows:
+        say(
+            f"Earlier steps had another batch: {progress.rows:,} rows are done, and step {step:,} begins after "
+            f"{next_row:,} rows of the stream. To go on with the next row, list the steps so far in batch.warmup, and "
+            "name that in run.allow_changes."
+        )
+
+
+def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """With other weights than before, which run.allow_changes may let pass, each source goes on where it would be if it
+    had had them from the start."""
+    before, now = rows_of_sources(rows, theirs), rows_of_sources(rows, ours)
+    moved = [name for name in now if now[name] != before.get(name, 0)]
+    if before and moved:
+        moves = "; ".join(f"{name} after about {now[name]:,} rows, not {before.get(name, 0):,}" for name in moved)
+        say(
+            "Earlier steps had other weights. Each source goes on where the new ones would have brought it, and so "
+            f"leaves out or repeats rows: {moves}."
+        )
+
+
+def rows_of_sources(rows: int, config: dict[str, Any]) -> dict[str, int]:
+    """How many of so many rows of a mixture are of each source, by a flattened config, to within a block."""
+    found = {name: re.fullmatch(r"data\.sources\.([\w-]+)\.weight", name) for name in config}
+    weights = {match[1]: Fraction(str(config[name])) for name, match in found.items() if match}
+    return {name: int(rows * weight / sum(weights.values())) for name, weight in weights.items()}
