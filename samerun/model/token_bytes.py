@@ -10,6 +10,7 @@ import transformers
 
 from samerun.config import Data
 from samerun.data.batches import MicroBatch
+from samerun.data.encode import number_of_ids
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def measure_tokens(
         return None
     if not all(texts):
         return None
-    count = max(vocab_size, max(tokenizer.get_vocab().values()) + 1)
+    count = max(vocab_size, number_of_ids(tokenizer))
     has_space, opens = np.zeros((2, count), bool)
     if tokenizer.convert_ids_to_tokens(texts[0][0]).startswith(SPACES):
         has_space[[token for name, token in tokenizer.get_vocab().items() if name.startswith(SPACES)]] = True
