@@ -36,7 +36,7 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.meeting import is_elastic
+from samerun.meeting import is_elastic, number_in
 from samerun.parallel.layout import Layout, layout_of, uses_fsdp
 from samerun.plan import Plan
 
@@ -129,10 +129,10 @@ def start_accelerator(config: Config) -> Accelerator:
     silence_libraries()
     cpu = not torch.accelerator.is_available()
     if cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch always says 1.
-        torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, CORES // number_in("LOCAL_WORLD_SIZE")))
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    launched = number_in("WORLD_SIZE")
     layout = layout_of(config, launched, is_sharded=uses_fsdp())
     set_timeout(config.run.timeout_minutes)
     with as_user_error(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
