@@ -18,9 +18,8 @@ def real_path(file: str) -> str:
 SAMPLE, SAMPLES = 2**13, 8  # Bytes, and how many such parts of a large file.
 
 
-def size_and_checksum(file: str | Path) -> list[int]:
-    """The size of a file, and a checksum of all of a small one or of parts of a large one, the first and last bytes
-    among them."""
+def size_and_sample(file: str | Path) -> list[int]:
+    """The size of a file, and a checksum of a small one or of parts of a large one, with its first and last bytes."""
     with open(file, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if size <= SAMPLE * SAMPLES:
@@ -34,14 +33,14 @@ def size_and_checksum(file: str | Path) -> list[int]:
 
 def stamp(file: str) -> list[int]:
     """Time, size and checksum of a file, which tell whether it has been replaced."""
-    return [os.stat(file).st_mtime_ns, *size_and_checksum(file)]
+    return [os.stat(file).st_mtime_ns, *size_and_sample(file)]
 
 
 def note_files(note: Path, files: list[Path]) -> None:
     """Write down that these files beside the note are complete. After that a power loss does not change them."""
     for file in files:
         sync(file)
-    replace_file(note, json.dumps({file.name: [file.stat().st_size, checksum(file)] for file in files}))
+    replace_file(note, json.dumps({file.name: size_and_checksum(file) for file in files}))
 
 
 def are_as_noted(note: Path) -> bool:
@@ -49,7 +48,7 @@ def are_as_noted(note: Path) -> bool:
     try:
         noted = json.loads(note.read_text())
         files = [note.with_name(name) for name in noted]
-        return [[file.stat().st_size, checksum(file)] for file in files] == list(noted.values())
+        return [size_and_checksum(file) for file in files] == list(noted.values())
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -63,8 +62,10 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
+def size_and_checksum(path: Path) -> list[int]:
+    """The size of a file, and a checksum of all of it."""
+    size = path.stat().st_size
+    return [size, zlib.crc32(np.memmap(path, mode="r")) if size else 0]
 
 
 def replace_file(path: Path, text: str, lasting: bool = True, draft: Path | None = None) -> None:

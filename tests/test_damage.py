@@ -295,7 +295,7 @@ def test_a_file_that_may_only_be_read():
             if user == 0:
                 os.seteuid(65534)  # Root may write everywhere.
             try:
-                assert files.checksum(path) == zlib.crc32(content)
+                assert files.size_and_checksum(path) == [len(content), zlib.crc32(content)]
             finally:
                 os.seteuid(user)
             path.chmod(0o644)

@@ -59,9 +59,9 @@ def test_a_cold_node_prepares_data(whole, tmp_path, slow):
 def test_checkpoints_are_read_by_all_ranks(whole, tmp_path):
     """Each rank sums the files that it has written, and verifies its share of them, for longer than the timeout."""
     code = (
-        "from samerun.run import checkpoint\nsum_of = checkpoint.checksum\n"
-        "def checksum(path):\n    print(f'rank {rank} reads {path.parent.name}/{path.name}\\n', end='')\n"
-        "    time.sleep(SLEEP)\n    return sum_of(path)\ncheckpoint.checksum = checksum"
+        "from samerun.run import checkpoint\nsum_of = checkpoint.size_and_checksum\n"
+        "def size_and_checksum(path):\n    print(f'rank {rank} reads {path.parent.name}/{path.name}\\n', end='')\n"
+        "    time.sleep(SLEEP)\n    return sum_of(path)\ncheckpoint.size_and_checksum = size_and_checksum"
     )
     config, whole = whole
     script = fork(tmp_path / "fork.py", code.replace("SLEEP", "0"))  # Each rank writes its whole line at once.

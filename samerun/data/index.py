@@ -29,7 +29,7 @@ from samerun.data.token_files import (
 )
 from samerun.data.tokenize import tokenize
 from samerun.errors import name_place, require, say
-from samerun.files import delete, real_path, replace_file, size_and_checksum, stamp, sync
+from samerun.files import delete, real_path, replace_file, size_and_sample, stamp, sync
 
 
 class IndexWriter:
@@ -245,7 +245,7 @@ def write_index(
     complete = [*folder.glob("*.bin"), *folder.glob("*.arrow")]
     for file in complete:
         sync(file)
-    sizes = {file.name: size_and_checksum(file) for file in complete}
+    sizes = {file.name: size_and_sample(file) for file in complete}
     return {**totals, "sizes": sizes, "token_files": [[path, stamp(path)] for path in paths]}
 
 
@@ -343,7 +343,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads(note.read_text())
-        is_whole = all(size_and_checksum(folder / name) == known for name, known in index["sizes"].items())
+        is_whole = all(size_and_sample(folder / name) == known for name, known in index["sizes"].items())
         if is_whole and all(stamp(file) == known for file, known in index["token_files"]):
             return index
     say(f"Data: the index {folder}, or its tokens, are not as they were written. The index is made anew.")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samerun.errors import is_main_process, one_line, say
-from samerun.files import replace_file, size_and_checksum
+from samerun.files import replace_file, size_and_sample
 from samerun.meeting import OF_A_LAUNCH
 
 # What launchers set for their ranks, or how such names begin.
@@ -117,5 +117,5 @@ class AfterSave(Background):
 
     def told_of(self, checkpoint: Path) -> str:
         """The manifest tells a checkpoint from an earlier one of the step, and from what was noted in it later."""
-        manifest = size_and_checksum(checkpoint / "manifest.json")
+        manifest = size_and_sample(checkpoint / "manifest.json")
         return json.dumps({"command": self.command, "checkpoint": checkpoint.name, "manifest": manifest}) + "\n"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samerun.cli import describe
 from samerun.errors import AgreedError, UserError, as_user_error, is_main_process, require, say
-from samerun.files import checksum, replace_file, replace_folder, sync
+from samerun.files import replace_file, replace_folder, size_and_checksum, sync
 from samerun.meeting import Meeting
 from samerun.model.outline import unwrapped
 from samerun.parallel.mesh import Parallelism
@@ -154,7 +154,7 @@ def written_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, lis
     """On the main process, size and checksum of each file that the ranks have written. Each reads its own again."""
     rank = dist.get_rank(group) if group else 0
     own = sorted(draft.glob(f"shard-{rank + 1:05}-*"))  # Named by HuggingFaceStorageWriter; a rank may have none.
-    told = [{path.name: [path.stat().st_size, checksum(path)] for path in own}]
+    told = [{path.name: size_and_checksum(path) for path in own}]
     if group:
         own_files = told[0]
         told = [{}] * dist.get_world_size(group)
@@ -201,12 +201,11 @@ def files_told_by(folder: Path) -> int:
 
 
 def check_files(folder: Path, files: list[tuple[str, list[int]]]) -> None:
-    """Raises UserError for one that is not as it was written, by (name, [size, checksum])."""
+    """Raises UserError for one that is not as it was written, by its name, size and checksum."""
     with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
-        for name, (size, crc) in files:
-            path = folder / name
-            if path.stat().st_size != size or checksum(path) != crc:
-                raise OSError(f"{path} is not as it was written: its size or checksum differs")
+        for name, written in files:
+            if size_and_checksum(folder / name) != written:
+                raise OSError(f"{folder / name} is not as it was written: its size or checksum differs")
 
 
 def read_manifest(folder: Path) -> dict:
