@@ -31,7 +31,8 @@ from samerun.data.chat import tokenize_turns
 from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
 from samerun.errors import UserError
-from samerun.model.build import add_lora, flops_per_token, make_model
+from samerun.model.build import flops_per_token, make_model
+from samerun.model.lora import add_lora
 from samerun.model.tokenizer import load_tokenizer, stop_after_turns
 
 # Conversations --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from samerun.data.rows import Dataset, longest_row
 from samerun.errors import UserError
 from samerun.model.attention import DOCUMENTS, attention, document_attention
 from samerun.model.build import (
-    add_lora,
     check_architecture,
     compile_model,
     flops_per_token,
@@ -41,6 +40,7 @@ from samerun.model.checks import (
     settle_model,
     what_leaks,
 )
+from samerun.model.lora import add_lora
 from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
 from samerun.model.recompute import KEPT, keeps
 from samerun.model.small import model_to_try

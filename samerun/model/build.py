@@ -1,17 +1,14 @@
-"""From a config to a model: weights, LoRA, which attention it gets, torch.compile, the FLOPs of a token."""
+"""From a config to a model: weights, adapters, which attention it gets, torch.compile, the FLOPs of a token."""
 
 import copy
 import difflib
 import itertools
 import math
-import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import transformers
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import RopeParameters
 
@@ -19,6 +16,7 @@ from samerun.config import Config, Model
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, is_main_process, one_line, require, say
 from samerun.model.attention import DOCUMENTS, document_attention
+from samerun.model.lora import add_lora, starts_from_weights, train_in_float32
 from samerun.model.outline import (
     check_kind,
     extend_embeddings,
@@ -30,15 +28,12 @@ from samerun.model.outline import (
 )
 from samerun.model.recompute import recompute_layers
 from samerun.model.weights import FirstWeights, put_placeholders
-from samerun.value_types import as_list
 
 # Fields of any transformers config that settings of the run decide.
 OF_THE_LAUNCH = "leave it out; model.dtype and the mixed_precision of the launch decide it"
 SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_implementation": "give model.attention"}
 # The last three are of HunYuan and PhiMoE.
 ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
-# What peft warns of where a field of its config has no effect.
-NO_EFFECT = ".*(were set but no parameter|but no modules were excluded)"
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:
@@ -222,11 +217,6 @@ def check_vocab_size(config: Model, model: torch.nn.Module, vocab_size: int) -> 
         require("vocab_size" not in (config.architecture or {}), f"its vocab_size {size} {advice}")
 
 
-def starts_from_weights(lora: dict[str, Any]) -> bool:
-    """Whether the first values of an adapter depend on those of the weights that it adapts, as those of PiSSA do."""
-    return lora.get("init_lora_weights", True) not in (True, False, "gaussian") or lora.get("use_dora", False)
-
-
 def download_weights(config: Model, found: transformers.PreTrainedConfig) -> None:
     """Let the cache have all files of a pretrained model. Its weights get no memory: they are on no device."""
     with as_user_error(f"model.pretrained: cannot load {config.pretrained}", config.pretrained):
@@ -249,95 +239,6 @@ def has_known_layers(model: transformers.PreTrainedModel) -> bool:
     chooses = getattr(model.config, "index_topk", None) is not None  # Which tokens it attends to.
     is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
     return is_of_transformers(model) and is_causal and layers <= {"full_attention", "sliding_attention"} and not chooses
-
-
-def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[int] = ()) -> torch.nn.Module:
-    """Adapters as peft makes them, and trained embeddings of `new_tokens`, which nothing has trained so far."""
-    import peft  # Not at the top of the file, because it takes long.
-
-    layers = [f".{name}" for name, _ in model.named_modules(remove_duplicate=False)]
-    with as_user_error("model.lora"), warnings.catch_warnings():
-        warnings.filterwarnings("error", NO_EFFECT)
-        lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
-        if new_tokens:
-            lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
-        is_of_text = lora["task_type"] != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
-        require(is_of_text, f"a {type(model).__name__} generates no text; give its task_type, such as SEQ_CLS")
-        found = peft.LoraConfig(**copy.deepcopy(lora))  # peft writes into what it is given.
-        check_for_codes(model, found)
-        adapted = peft.get_peft_model(model, found)
-        check_lora(lora, found, layers)
-    learns = lora.get("lora_alpha") != 0 and not lora.get("inference_mode")
-    require(learns, "model.lora: its adapters would learn nothing; leave out inference_mode, and a lora_alpha of 0")
-    return adapted
-
-
-def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
-    """Raises UserError for a name that peft has found among no layers, and would leave out without a word.
-
-    In `found`, its own config, it has translated the names that the layers of mixtures had in earlier transformers.
-    """
-    for setting, start in ("target_modules", "."), ("modules_to_save", ""):  # Of these, peft takes the end of a name.
-        given = [] if isinstance(lora.get(setting), str) else lora.get(setting) or []
-        names = [name for name in given if name in getattr(found, setting)]
-        unknown = [name for name in names if not any(layer.endswith(f"{start}{name}") for layer in layers)]
-        require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
-    for setting in "rank_pattern", "alpha_pattern":  # peft adds others, which may match nothing.
-        for pattern in lora.get(setting) or {}:
-            is_known = any(re.match(rf"(.*\.)?({pattern})$", layer[1:]) for layer in layers)  # As peft reads them.
-            require(is_known, f"{setting}: no layer is called {pattern}; leave it out")
-    given = lora.get("layers_to_transform") or []
-    numbers = {part for layer in layers for part in layer.split(".")}
-    unknown = [number for number in ([given] if isinstance(given, int) else given) if str(number) not in numbers]
-    require(not unknown, f"layers_to_transform: no layer has the number {unknown}; the first one is 0")
-
-
-def check_for_codes(model: torch.nn.Module, found: Any) -> None:
-    """Raises UserError if peft would train the codes of quantized weights, or take them for the weights."""
-    if not getattr(model, "is_quantized", False):
-        return
-    reads = str(found.init_lora_weights).startswith(("pissa", "loftq"))
-    advice = f"init_lora_weights {found.init_lora_weights} needs weights that are not quantized; leave it out"
-    require(not reads, advice)
-    for name, module in model.named_modules():
-        is_saved = any(name.endswith(end) for end in found.modules_to_save or ())
-        has_codes = any(type(weight) is not torch.nn.Parameter for weight in module.parameters())
-        advice = "is quantized, and cannot be trained; give it to target_modules"
-        require(not (is_saved and has_codes), f"modules_to_save: {name} {advice}")
-
-
-def rows_of_tokens(model: torch.nn.Module, lora: dict[str, Any], tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """The rows of these tokens in the embedding and in the output layer, unless an adapter trains the layer anyway."""
-    trained = [*as_list(lora.get("target_modules")), *as_list(lora.get("modules_to_save"))]
-    layers = [model.get_input_embeddings()]
-    if model.get_output_embeddings().weight is not layers[0].weight:  # Otherwise peft trains both as one.
-        layers.append(model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if module in layers]
-    return {name: list(tokens) for name in names if name.split(".")[-1] not in trained} or None
-
-
-def train_in_float32(model: torch.nn.Module) -> None:
-    """Let lora.modules_to_save be float32 beside frozen weights in bf16, for which most updates are too small.
-
-    peft itself sees to that for its adapters. Such a module computes in float32, and returns bf16 to the layers.
-    """
-    from peft.utils.other import ModulesToSaveWrapper
-
-    def before(module: torch.nn.Module, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return as_type(torch.float32, (args, options))
-
-    def after(module: torch.nn.Module, args: tuple, output: Any) -> Any:
-        return as_type(torch.bfloat16, output)
-
-    def as_type(dtype: torch.dtype, values: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
-
-    for wrapper in model.modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            for trained in wrapper.modules_to_save.values():
-                trained.float()
-                trained.register_forward_pre_hook(before, with_kwargs=True)
-                trained.register_forward_hook(after)
 
 
 def compile_model(model: torch.nn.Module, config: Model, packing: str, chunked: bool, tp: int) -> None:

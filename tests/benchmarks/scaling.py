@@ -52,7 +52,8 @@ import train
 from samerun.cli import load_config
 from samerun.config import Model
 from samerun.errors import UserError
-from samerun.model.build import add_lora, flops_per_token, model_config
+from samerun.model.build import flops_per_token, model_config
+from samerun.model.lora import add_lora
 from samerun.model.tokenizer import load_tokenizer
 
 # Bytes of a number. The files of accelerate_configs/ for several GPUs say bf16: weights and gradients stay float32, and
