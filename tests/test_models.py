@@ -17,16 +17,14 @@ from samerun.config import Config, Data, Model
 from samerun.data.batches import collate
 from samerun.data.rows import Dataset, longest_row
 from samerun.errors import UserError
+from samerun.model.architecture import check_architecture, model_config, shapes_weights
 from samerun.model.attention import DOCUMENTS, attention, document_attention
 from samerun.model.build import (
-    check_architecture,
     compile_model,
     flops_per_token,
     has_known_layers,
     make_model,
-    model_config,
     outlined_model,
-    shapes_weights,
 )
 from samerun.model.checks import (
     allows_chunks,

@@ -24,7 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from samerun.config import Config, Data, Model
 from samerun.errors import UserError
 from samerun.meeting import Meeting
-from samerun.model.build import make_model, number_of_experts, outlined_model
+from samerun.model.architecture import number_of_experts
+from samerun.model.build import make_model, outlined_model
 from samerun.model.checks import check_model
 from samerun.model.outline import bare
 from samerun.model.small import fewer_experts, model_to_try

@@ -13,8 +13,9 @@ from samerun.config import Config, Model
 from samerun.data.batches import MicroBatch, collate
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.meeting import Meeting
+from samerun.model.architecture import ropes_in
 from samerun.model.attention import DOCUMENTS, attention
-from samerun.model.build import has_known_layers, ropes_in, vocabulary_size
+from samerun.model.build import has_known_layers, vocabulary_size
 from samerun.model.loss import joins_documents, model_inputs, patched, wants_chunks
 from samerun.model.outline import let_go
 from samerun.model.small import model_to_try

@@ -13,8 +13,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from samerun.config import Model
+from samerun.model.architecture import number_of_experts
 from samerun.model.attention import attention
-from samerun.model.build import make_model, number_of_experts
+from samerun.model.build import make_model
 from samerun.model.weights import names_of_placeholders
 
 FEW = 960  # Sizes change by multiples of it, so that they leave the same remainder for the usual numbers of ranks.

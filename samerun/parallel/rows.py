@@ -14,8 +14,8 @@ import torch
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, in_one_row, lengthen
 from samerun.errors import require
+from samerun.model.architecture import ropes_in
 from samerun.model.attention import DOCUMENTS, piece_of
-from samerun.model.build import ropes_in
 from samerun.parallel.layout import Layout
 
 

@@ -19,7 +19,8 @@ from samerun.config import Config, Model
 from samerun.data.batches import collate
 from samerun.data.rows import longest_row
 from samerun.errors import as_user_error, require
-from samerun.model.build import number_of_experts, outlined_model, vocabulary_size
+from samerun.model.architecture import number_of_experts
+from samerun.model.build import outlined_model, vocabulary_size
 from samerun.model.loss import joins_documents, wants_chunks
 from samerun.model.small import with_layers
 from samerun.optim import hidden_matrices

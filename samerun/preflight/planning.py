@@ -13,7 +13,8 @@ from samerun.config import Config, evaluation_title
 from samerun.data.encode import number_of_ids
 from samerun.data.load import data_lock, load_data, take_at_once
 from samerun.errors import UserError, as_user_error, require, say
-from samerun.model.build import download_weights, model_config
+from samerun.model.architecture import model_config
+from samerun.model.build import download_weights
 from samerun.model.tokenizer import load_tokenizer
 from samerun.parallel.layout import check_layers_and_heads
 from samerun.plan import check_length, plan_table, say_if_idle

@@ -21,7 +21,8 @@ from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
-from samerun.model.build import added_tokens, build_model, model_config, rows_needed
+from samerun.model.architecture import model_config
+from samerun.model.build import added_tokens, build_model, rows_needed
 from samerun.model.lora import add_lora
 from samerun.model.outline import bare, is_quantized, outline, state_of
 from samerun.model.tokenizer import load_tokenizer, use_tokenizer

@@ -25,7 +25,8 @@ from samerun.config import Data
 from samerun.data.batches import collate, load_step
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset
-from samerun.model.build import flops_per_token, model_config
+from samerun.model.architecture import model_config
+from samerun.model.build import flops_per_token
 from samerun.plan import Stage
 
 VOCABULARY = 49_152  # That of the tokenizer of pretrain_1b.yaml, which is on the Hub.

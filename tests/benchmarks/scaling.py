@@ -52,7 +52,8 @@ import train
 from samerun.cli import load_config
 from samerun.config import Model
 from samerun.errors import UserError
-from samerun.model.build import flops_per_token, model_config
+from samerun.model.architecture import model_config
+from samerun.model.build import flops_per_token
 from samerun.model.lora import add_lora
 from samerun.model.tokenizer import load_tokenizer
 
