@@ -23,7 +23,8 @@ from samerun.data.batches import padded_tokens
 from samerun.errors import UserError
 from samerun.plan import Plan, pipeline_bubble
 from samerun.preflight.host import memory_per_host
-from samerun.preflight.memory import TRACED, PlannedLaunch, memory_per_device
+from samerun.preflight.memory import TRACED, memory_per_device
+from samerun.preflight.planned_launch import PlannedLaunch
 from samerun.preflight.planning import planned_model, say_host_memory, say_memory, what_fits
 
 # rows, processes, limit, tokens per row, group -> data-parallel ranks, rows per micro-batch, micro-steps

@@ -8,7 +8,8 @@ from samerun.errors import require
 from samerun.model.lora import starts_from_weights
 from samerun.model.outline import is_of_transformers, is_quantized
 from samerun.model.small import layers_to_try, narrow, with_layers
-from samerun.preflight.memory import PlannedLaunch, model_without_storage, numbers_in, own_part
+from samerun.preflight.memory import model_without_storage, numbers_in, own_part
+from samerun.preflight.planned_launch import PlannedLaunch
 from samerun.run.export import export_dtype
 
 

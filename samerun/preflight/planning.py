@@ -19,7 +19,8 @@ from samerun.model.tokenizer import load_tokenizer
 from samerun.parallel.layout import check_layers_and_heads
 from samerun.plan import check_length, plan_table, say_if_idle
 from samerun.preflight.host import memory_per_host
-from samerun.preflight.memory import PlannedLaunch, memory_per_device, total_gib
+from samerun.preflight.memory import memory_per_device, total_gib
+from samerun.preflight.planned_launch import PlannedLaunch
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
 
 
