@@ -22,10 +22,12 @@ def memory_per_host(launch: PlannedLaunch, found: transformers.PreTrainedConfig)
 
     Raises UserError where a rank builds the whole model.
     """
-    config, layout, lora = launch.config, launch.layout, launch.config.model.lora
-    is_whole = (lora and starts_from_weights(lora)) or is_quantized(config.model, found)
+    config, layout = launch.config, launch.layout
+    is_whole = is_quantized(config.model, found)
+    if config.model.lora is not None:
+        is_whole |= starts_from_weights(config.model.lora)
     model = model_without_storage(config.model, found, found.get_text_config().num_hidden_layers)
-    plain = model if lora is None else model.get_base_model()
+    plain = model if config.model.lora is None else model.get_base_model()
     is_whole |= not config.model.pretrained and not is_of_transformers(plain)
     kinds = "quantized weights, of LoRA that starts from weights, and of new weights of a class of one's own"
     require(not is_whole, f"each rank builds the whole model of {kinds}")

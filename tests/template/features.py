@@ -428,7 +428,8 @@ FEATURES = {
 
 # The files of a feature. The rooms go because nobody uses them any more; this is what makes sure of it.
 FILES = {
-    "LoRA": ["configs/lora_8b.yaml", "tests/test_4bit.py"],
+    "LoRA": ["samerun/model/lora.py", "configs/lora_8b.yaml", "tests/test_4bit.py"],
+    "memory plan": ["samerun/preflight/memory.py", "samerun/preflight/host.py"],
     "trackers": ["samerun/run/trackers.py", "tests/test_trackers.py"],
     "after_save": ["samerun/run/after_save.py", "samerun/run/hub.py", "tests/test_after_save.py", "tests/test_hub.py"],
     "hub": ["samerun/run/hub.py", "tests/test_hub.py"],
