@@ -12,7 +12,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from samerun.data.encode import Encoder
+from samerun.data.documents import TOOLS
+from samerun.data.encode import Encoder, common_length
 from samerun.data.order import running_sum
 from samerun.errors import UserError
 
@@ -23,7 +24,6 @@ ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # The keys of a message by which programs name them.
 INSTEAD_OF_CONTENT = "tool_calls", *THOUGHTS  # What an assistant's turn may have.
 WEIGHTS = "train", "weight"  # The keys that say whether a message is learned.
-TOOLS = "tools"  # The column of the functions that a conversation may call, for its chat template.
 
 
 def tokenize_chat(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder, train_on: str) -> dict:
@@ -57,18 +57,12 @@ def tokenize_conversation(parts: list, tools: Any, encoder: Encoder, train_on: s
         return ids, labels
     if not turns:
         raise ValueError("its prompt has no messages")
-    text, _ = render([without(turn, *WEIGHTS) for turn in turns], encoder, schemas)
+    text, _ = render([without_keys(turn, *WEIGHTS) for turn in turns], encoder, schemas)
     prompt, _, _ = encoder.conversation(text)
     start = common_length(ids, prompt)
     if start < len(prompt) - 1:  # Some templates leave out the thinking of earlier turns.
         raise ValueError("the chat template changes the prompt if more follows; end it with the user")
     return ids, [-100] * start + labels[start:]
-
-
-def common_length(ids: list[int], prompt: list[int]) -> int:
-    """The tokens with which both begin. A token may reach over the end of the prompt, which then ends differently."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt))
-    return sum(1 for _ in same)
 
 
 def tokenize_turns(
@@ -85,7 +79,7 @@ def tokenize_turns(
     learned = [number for number in speaks if is_to_learn(turns[number])]
     if train_on == "last":
         learned = [number for number in learned if number == speaks[-1]]
-    turns = [without(turn, *WEIGHTS) for turn in turns]
+    turns = [without_keys(turn, *WEIGHTS) for turn in turns]
     text, spans = find_spans(turns, speaks, learned, encoder, tools)
     check_written(text, turns, encoder, tools)
     is_said = np.zeros(len(text), bool)
@@ -105,7 +99,7 @@ def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tool
     if tools and rendered(turns, encoder) == text:
         unwritten.append("tools")
     if any(turn.get("tool_calls") for turn in turns):
-        silent = [without(turn, "tool_calls") for turn in turns]
+        silent = [without_keys(turn, "tool_calls") for turn in turns]
         if rendered(silent, encoder, tools) == text:
             unwritten.append("tool_calls")
     unwritten += unwritten_thoughts(turns, encoder, tools)
@@ -136,12 +130,12 @@ def unwritten_thoughts(turns: list[dict[str, Any]], encoder: Encoder, tools: lis
         return []
     *before, last = turns[: numbers[-1] + 1]
     text = rendered([*before, last], encoder, tools)
-    if text is None or text != rendered([*before, without(last, *THOUGHTS)], encoder, tools):
+    if text is None or text != rendered([*before, without_keys(last, *THOUGHTS)], encoder, tools):
         return []
     return [name for name in THOUGHTS if last.get(name)]
 
 
-def without(turn: dict[str, Any], *names: str) -> dict[str, Any]:
+def without_keys(turn: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: part for name, part in turn.items() if name not in names}
 
 
@@ -257,7 +251,7 @@ def accepted_turns(turns: list[dict[str, Any]], encoder: Encoder) -> list[dict[s
 
 def tools_of(value: Any) -> list[dict] | None:
     """The schemas of the functions that a conversation may call, also if they are JSON in a text."""
-    schemas = parsed(value) if isinstance(value, str) else present(value)  # In a text, a null was meant.
+    schemas = parsed(value) if isinstance(value, str) else without_null_keys(value)  # In a text, a null was meant.
     schemas = [parsed(schema) for schema in schemas or []]
     if not all(isinstance(schema, dict) for schema in schemas):
         raise ValueError(f"tools has {value!r}; it is a list of the JSON schemas of functions")
@@ -270,14 +264,14 @@ def turns_of(messages: list[dict[str, Any]] | str, role: str = "user") -> list[d
         return [{"role": role, "content": messages}]
     turns = []
     for message in messages:
-        turn = present(message) or {}
+        turn = without_null_keys(message) or {}
         if not isinstance(turn, dict):
             raise ValueError(f"a message is {turn!r:.60}; it has a role and a content")
         if "from" in turn:
             role = turn.pop("from")
             if role not in list(ROLES):  # It may be a list, which cannot be looked up.
                 raise ValueError(f"a message is from {role!r}, which is none of {', '.join(ROLES)}")
-            turn = present(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
+            turn = without_null_keys(turn | {"role": ROLES[role], "content": turn.pop("value", None)})
         check_turn(turn)
         if isinstance(turn.get("content"), list):
             turn["content"] = "".join(map(text_of, turn["content"]))
@@ -329,10 +323,10 @@ def text_of(part: Any) -> str:
     return part["text"]
 
 
-def present(value: Any) -> Any:
-    """Without the keys that are null: Arrow gives each message the keys that any of them has."""
+def without_null_keys(value: Any) -> Any:
+    """Arrow gives each message the keys that any of them has."""
     if isinstance(value, dict):
-        return {name: present(part) for name, part in value.items() if part is not None}
+        return {name: without_null_keys(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):
-        return [present(part) for part in value]
+        return [without_null_keys(part) for part in value]
     return value

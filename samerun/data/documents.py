@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from samerun.config import Data
-from samerun.data.chat import TOOLS
 from samerun.data.order import shuffle
 from samerun.data.sources import load_source, place_of_row
 from samerun.data.text_files import JSON
@@ -34,6 +33,7 @@ class Format:
 
 
 PAIR = ["prompt", "completion"]  # As TRL calls them. Only the completion is learned.
+TOOLS = "tools"  # The functions that a conversation may call, for its chat template.
 
 # A message in Arrow: JSON, or a struct with the fields role and content, or from and value, in any order.
 MESSAGE = r"(extension<arrow\.json>|(?=.*\brole: ).*\bcontent: (?!timestamp)|(?=.*\bfrom: ).*\bvalue: (?!timestamp))"

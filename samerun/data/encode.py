@@ -1,5 +1,6 @@
 """From text to token ids: what a document or a message says is never a special token."""
 
+import itertools
 import json
 import re
 import secrets
@@ -133,6 +134,12 @@ class Encoder:
         for name, secret in self.written.items():
             assert twin.token_to_id(secret) == self.tokenizer.convert_tokens_to_ids(name)
         return twin
+
+
+def common_length(ids: list[int], prompt: list[int]) -> int:
+    """The tokens with which both begin. A token may reach over the end of the prompt, which then ends differently."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt))
+    return sum(1 for _ in same)
 
 
 def number_of_ids(tokenizer) -> int:

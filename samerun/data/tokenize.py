@@ -18,9 +18,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from samerun.config import Data
-from samerun.data.chat import common_length, tokenize_chat
+from samerun.data.chat import tokenize_chat
 from samerun.data.documents import kept_rows
-from samerun.data.encode import Encoder, number_of_ids
+from samerun.data.encode import Encoder, common_length, number_of_ids
 from samerun.data.sources import place_of_row
 from samerun.data.text_files import exact_json
 from samerun.early import CORES

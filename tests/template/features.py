@@ -395,6 +395,7 @@ def chat(house: House) -> None:
     house.drop_setting("data.chat_template_kwargs", None)
     house.drop_setting("data.train_on", "all")
     house.drop_element("FORMATS", "chat")
+    house.drop_element("ROOMS_OF_TOKENS", "chat")
     house.reword("a text; a chat, a list of role and content; or tokens", "a text, or tokens")
 
 
@@ -469,7 +470,7 @@ FILES = {
         "accelerate_configs/deepspeed_zero2.yaml",
         "accelerate_configs/deepspeed_zero3.yaml",
     ],
-    "chat": ["configs/finetune_chat.yaml", "configs/chat_template.jinja"],
+    "chat": ["samerun/data/chat.py", "configs/finetune_chat.yaml", "configs/chat_template.jinja"],
 }
 # What else in a string of a test is about a feature, besides its settings: launcher files, metrics, messages, cases.
 # Or the name of a test that mentions nothing of what it needs.
