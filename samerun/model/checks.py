@@ -107,12 +107,10 @@ def sums_inside(model: torch.nn.Module) -> list[float]:
 @contextmanager
 def forward_hook(modules: Iterable[torch.nn.Module], hook: Callable):
     """Let each of the modules have a hook for a while."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    with ExitStack() as hooked:
+        for module in modules:
+            hooked.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def try_pass(model: torch.nn.Module, batch: MicroBatch) -> Any:
