@@ -58,8 +58,9 @@ def full_pattern(pattern: str) -> str:
     if pattern.startswith("!"):
         return f"!{full_pattern(pattern[1:])}"
     if pattern == "{stdlib_chats}":
-        with as_user_error(cannot_use(data_cache())):
-            return write_stdlib_chats()
+        cache = data_cache()
+        with as_user_error(cannot_use(cache)):
+            return write_stdlib_chats(cache)
     return os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
 
 

@@ -18,9 +18,8 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2t
 LONGEST = 120  # Characters of an answer.
 
 
-def write_stdlib_chats() -> str:
-    """The file that {stdlib_chats} stands for, in the cache of datasets. It is made once for each Python."""
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
+def write_stdlib_chats(cache: Path) -> str:
+    """The file that {stdlib_chats} stands for, in this folder. It is made once for each Python."""
     made_by = datasets.fingerprint.Hasher.hash([sys.version, inspect.getsource(sys.modules[__name__])])
     file = cache / f"stdlib-chats-{made_by}.jsonl"
     if not file.exists():
