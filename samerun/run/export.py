@@ -44,10 +44,9 @@ def export_model(setup: Setup) -> None:
     """Write the model into the run folder. Every rank takes part. An older model stays until this one is complete."""
     folder, accelerator, parallel = setup.folder.path / "model", setup.accelerator, setup.parallel
     draft = folder.with_name(".model.tmp")
-    is_adapter = setup.config.model.lora is not None
     if is_main_process():
         draft.mkdir(exist_ok=True)  # What a killed launch has left, RunFolder.begin() has deleted.
-        if not is_adapter:
+        if setup.config.model.lora is None:
             write_configs(setup.model, draft, setup.export_dtype)
         write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
     accelerator.wait_for_everyone()  # Now all ranks can write into it. A launcher that has ended is not needed here.
@@ -57,7 +56,7 @@ def export_model(setup: Setup) -> None:
     def read(name: str, ranks: set[int]) -> torch.Tensor | None:
         return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
 
-    if is_adapter:
+    if setup.config.model.lora is not None:
         unwrap_layers(setup.model)
         wanted = set(gather_object(names_of_adapter(setup.model)))
         adapter = {name: read(name, {0}) for name in planned if name in wanted}

@@ -77,6 +77,10 @@ def test_an_unknown_feature_is_told():
     assert (done.returncode, done.stderr) == (1, "no feature: lora; without a name, this lists them\n")
 
 
+def test_without_lora_nothing_exports_an_adapter():
+    assert "unwrap_layers" not in without(HOUSE, ["LoRA"]).sources["samerun/run/export.py"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
