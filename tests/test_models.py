@@ -40,10 +40,11 @@ from samerun.model.checks import (
 )
 from samerun.model.lora import add_lora
 from samerun.model.loss import chunk_size, joins_documents, model_inputs, wants_chunks
-from samerun.model.recompute import KEPT, keeps
+from samerun.model.recompute import KEPT, keeps, recompute_layers
 from samerun.model.small import model_to_try
 from samerun.model.tokenizer import use_special_tokens
 from samerun.plan import Stage
+from samerun.run.launch import silence_libraries
 
 SHAPE = {
     "vocab_size": 97,
@@ -476,6 +477,33 @@ def test_selective_checkpointing_draws_the_same_numbers_again():
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_what_compiled_selective_checkpointing_keeps(monkeypatch):
+    """What it keeps without torch.compile, see test_memory_of_selective_checkpointing(), and torch warns of nothing."""
+    silence_libraries()
+    warned = []
+    torch._logging.warning_once.cache_clear()
+    monkeypatch.setattr(torch._higher_order_ops.wrap.log, "filters", [warned.append])
+    shape = SHAPE | {"hidden_size": 256, "intermediate_size": 768}
+    found = transformers.AutoConfig.for_model("llama", **shape, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(found).train()
+    recompute_layers(model, "model.gradient_checkpointing", selective=True)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
+    kept = {}
+
+    def note(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.model(input_ids=torch.ones(4, 64, dtype=torch.long), use_cache=False)
+    of_layers = 2 * (1 + 4 + 2 / 2 + 2 * 3 + 4 / 256)
+    assert sum(kept.values()) / (4 * 64 * 256 * 4) == pytest.approx(of_layers, rel=0.02)  # And some of the last norm.
+    assert not warned
+
+
 def test_what_selective_checkpointing_keeps():
     """Of attention in one kernel, only one without dropout, which would draw other numbers for what follows it."""
     states = torch.ones(1, 1, 8, 8)
@@ -491,7 +519,7 @@ def test_what_selective_checkpointing_keeps():
         (aten.bmm.default, (states[0], states[0]), False),
         (aten.silu.default, (states,), False),
     ]:
-        assert (keeps(None, function, *args) == CheckpointPolicy.PREFER_SAVE) == is_kept
+        assert (keeps(None, function, *args) == CheckpointPolicy.MUST_SAVE) == is_kept
     for name in KEPT:
         space, function = name.split("::")
         assert hasattr(getattr(torch.ops, space), function)

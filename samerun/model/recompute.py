@@ -46,4 +46,4 @@ def keeps(context: SelectiveCheckpointContext, function: Any, *args: Any, **opti
     if is_kept:
         names = [argument.name for argument in function._schema.arguments]
         is_kept = not (dict(zip(names, args)) | options).get("dropout_p")
-    return CheckpointPolicy.PREFER_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -213,6 +213,8 @@ def silence_libraries() -> None:
     # Of FSDP2 around tensor parallelism: logits must not be changed in place, and weights could be gathered faster.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # Of compiled layers that keep a part of their activations: check_selective() has tried what it warns of.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Of a model that cannot be traced: an error says so in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if not (is_main_process() and sys.stderr.isatty()):
