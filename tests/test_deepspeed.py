@@ -168,7 +168,7 @@ def test_checkpoint_goes_through_all_strategies(truth, runs, zero3, tmp_path):
         ("--optim.max_grad_norm", "null", "--run.keep_best", "true", "--run.eval_every", 2),
         ("--model.lora", "{r: 4, target_modules: all-linear}"),
     ],
-    ids=["chunked loss", "warmup", "no clipping", "LoRA"],
+    ids=["chunked loss", "selective", "warmup", "no clipping", "LoRA"],
 )
 def test_with_other_settings(truth, zero3, tmp_path, stage, settings):
     shared = "--run.max_steps", 8, *settings
