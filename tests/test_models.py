@@ -260,6 +260,7 @@ def test_vocabularies_smaller_than_the_row_that_tries_them_out(size):
 
 
 JAMBA = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+SHORT_CONVOLUTION = {"num_hidden_layers": 1, "layer_types": ["conv"], "conv_L_cache": 3}
 LEAKS = {  # Family, shape, attention: what a token sees in a row of one document, and in one of two.
     "llama": ("llama", SHAPE, "sdpa", "", ""),
     "a mixture of experts": ("mixtral", FULL["mixtral"], "eager", "", ""),
@@ -267,7 +268,7 @@ LEAKS = {  # Family, shape, attention: what a token sees in a row of one documen
     "a bias that is added to the mask": ("doge", SHAPE, "sdpa", "", ""),
     "an encoder": ("bert", SHAPE, "eager", "later tokens", "later tokens"),
     "state-space layers": ("jamba", SHAPE | JAMBA | {"use_mamba_kernels": False}, "eager", "", "other documents"),
-    "short convolutions": ("lfm2", SHAPE | {"layer_types": ["conv"] * 2}, "eager", "", "other documents"),
+    "a short convolution": ("lfm2", SHAPE | SHORT_CONVOLUTION, "eager", "", "other documents"),
     "state-space layers alone": ("mamba", SHAPE, "eager", "", "other documents"),
 }
 

@@ -299,7 +299,7 @@ def largest_micro_batch(parallel: Parallelism, model: torch.nn.Module, optimizer
     def find(size: int) -> int:
         batch = collate([row] * size, accelerator.device, joined)
         for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
-            with accelerator.no_sync(model), accelerator.autocast():
+            with parallel.autocast():
                 loss, _ = parallel.loss_of(model, *parallel.part_of([batch]))
             accelerator.backward(loss)
         return size
