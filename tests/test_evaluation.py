@@ -58,6 +58,24 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
     assert "Evaluations: masked (5 rows), others-2 (5 rows); eval/loss is that of masked" in done.output
 
 
+def test_samples_are_drawn_by_the_seed(tmp_path):
+    """Of eval.prompts, one after the other, at eval.temperature."""
+    config = tiny_config(tmp_path)
+    config["eval"] = {"prompts": ["ab", "c"], "temperature": 0.7, "max_new_tokens": 12}
+    done = run(tmp_path, config, "--run.max_steps", 5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
+    torch.manual_seed(7)
+    for number, prompt in enumerate([b"ab", b"c"]):
+        ids = [3 + byte for byte in prompt]  # Behind three special tokens.
+        while len(ids) < len(prompt) + 12 and ids[-1] != 1:
+            with torch.no_grad():
+                scores = model(torch.tensor([ids])).logits[:, -1] / 0.7
+            likely = scores >= scores.sort().values[:, -50, None]  # transformers draws one of 50.
+            ids.append(torch.multinomial(scores.masked_fill(~likely, -torch.inf).softmax(-1), 1).item())
+        assert done.logged(f"eval/sample_{number}") == [tokenizer.decode(ids, skip_special_tokens=True)]
+
+
 def test_a_loss_whose_perplexity_is_too_large(tmp_path):
     config = tiny_config(tmp_path)
     weights = tmp_path / "start" / "model.safetensors"
