@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import launch, make_rows, run, tiny_config, write_rows
+from helpers import launch, make_rows, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -74,6 +74,16 @@ def test_samples_are_drawn_by_the_seed(tmp_path):
             likely = scores >= scores.sort().values[:, -50, None]  # transformers draws one of 50.
             ids.append(torch.multinomial(scores.masked_fill(~likely, -torch.inf).softmax(-1), 1).item())
         assert done.logged(f"eval/sample_{number}") == [tokenizer.decode(ids, skip_special_tokens=True)]
+
+
+def test_samples_may_fill_the_positions(tmp_path):
+    """A model of 64 reads 2 tokens of eval.prompts and 62 that follow. The last one is not read again."""
+    config = tiny_config(tmp_path)
+    config["model"]["pretrained"] = str(tiny_model(tmp_path / "gpt2", learned_positions=True))
+    config["eval"] = {"prompts": ["ab"]}
+    assert run(tmp_path, config, "--run.max_steps", 5, "--eval.max_new_tokens", 63).logged("eval/sample_0")
+    refused = run(tmp_path, config, "--run.output_dir", tmp_path / "more", "--eval.max_new_tokens", 64, expect=2)
+    assert "eval.prompts: the 2 tokens of 'ab' and 64 more are beyond the positions of the model" in refused.output
 
 
 def test_a_loss_whose_perplexity_is_too_large(tmp_path):
