@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 from helpers import ROOT, launch, make_rows, run, tiny_config, write_rows
+from reference import shuffled
 from test_finetune import END, START, by_hand, byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -77,7 +78,18 @@ def test_tokens_need_no_tokenizer(config, tmp_path):
     assert (done.losses, done.logged("eval/loss")) == (named.losses, named.logged("eval/loss"))
     assert not list(done.folder.glob("model/token*")) and list(named.folder.glob("model/token*"))
     assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
-    assert "In the loss is, for example: [" in done.output
+    no_tokenizer = "There is no tokenizer to export with the model"
+    assert no_tokenizer in done.output and no_tokenizer not in named.output
+
+
+def test_what_a_launch_says_of_its_rows(config, tmp_path):
+    """How many and how full they are, and all targets of the row that has most of them in the first step."""
+    rows = list(datasets.load_from_disk(config["data"]["path"]))
+    done = run(tmp_path, config, "--data.tokenizer", "null")
+    fill = sum(len(row["input_ids"]) for row in rows) / len(rows) / 24
+    assert f"Data: 23 rows, {fill:.1%} full; 2.3 steps per epoch\n" in done.output
+    targets = [[label for label in rows[row]["labels"][1:] if label != -100] for row in shuffled(7, 23, 10)]
+    assert f"In the loss is, for example: {max(targets, key=len)}\n" in done.output
 
 
 def test_special_tokens_beside_ready_tokens(config, tmp_path):

@@ -59,10 +59,15 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
 
 
 def test_samples_are_drawn_by_the_seed(tmp_path):
-    """Of eval.prompts, one after the other, at eval.temperature."""
+    """Of eval.prompts, one after the other, at eval.temperature. What drops out in training does so after them, too."""
     config = tiny_config(tmp_path)
+    settings = tmp_path / "start" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"attention_dropout": 0.5}))
+    config["run"] |= {"max_steps": 5, "eval_every": 2}
+    without = run(tmp_path, config, "--run.output_dir", tmp_path / "without")
     config["eval"] = {"prompts": ["ab", "c"], "temperature": 0.7, "max_new_tokens": 12}
-    done = run(tmp_path, config, "--run.max_steps", 5)
+    done = run(tmp_path, config)
+    assert done.losses == without.losses
     model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder / "model")
     torch.manual_seed(7)
@@ -73,7 +78,7 @@ def test_samples_are_drawn_by_the_seed(tmp_path):
                 scores = model(torch.tensor([ids])).logits[:, -1] / 0.7
             likely = scores >= scores.sort().values[:, -50, None]  # transformers draws one of 50.
             ids.append(torch.multinomial(scores.masked_fill(~likely, -torch.inf).softmax(-1), 1).item())
-        assert done.logged(f"eval/sample_{number}") == [tokenizer.decode(ids, skip_special_tokens=True)]
+        assert done.logged(f"eval/sample_{number}")[-1] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_samples_may_fill_the_positions(tmp_path):
@@ -84,6 +89,14 @@ def test_samples_may_fill_the_positions(tmp_path):
     assert run(tmp_path, config, "--run.max_steps", 5, "--eval.max_new_tokens", 63).logged("eval/sample_0")
     refused = run(tmp_path, config, "--run.output_dir", tmp_path / "more", "--eval.max_new_tokens", 64, expect=2)
     assert "eval.prompts: the 2 tokens of 'ab' and 64 more are beyond the positions of the model" in refused.output
+
+
+def test_samples_of_a_model_that_takes_no_positions(tmp_path):
+    """Whether eval.prompts are too long for it cannot be tried."""
+    shape = {"model_type": "mpt", "d_model": 32, "n_layers": 1, "n_heads": 2}
+    config = tiny_config(tmp_path) | {"model": {"architecture": shape, "attention": "eager"}}
+    config["eval"] = {"prompts": ["ab"], "max_new_tokens": 4}
+    assert run(tmp_path, config, "--run.max_steps", 5).logged("eval/sample_0")
 
 
 def test_a_loss_whose_perplexity_is_too_large(tmp_path):

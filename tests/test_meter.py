@@ -21,6 +21,7 @@ from samerun.optim import Guard
 from samerun.parallel import mesh
 from samerun.parallel.mesh import Parallelism
 from samerun.run import setup as setup_room
+from samerun.run.logs import show
 from samerun.run.meter import Meter, Profiler, peak_flops
 
 TRAINING = "data", "micro_steps", "optimizer"
@@ -188,6 +189,18 @@ def test_other_work_changes_no_rate(phase):
                 clock.spend(**{phase: 3600})
     assert plain.rates(2, 6.0, 1e12) == broken.rates(2, 6.0, 1e12)
     assert broken.seconds()[phase] - plain.seconds().get(phase, 0) == 6 * 3600
+
+
+def test_the_line_of_a_step(capsys, monkeypatch):
+    """What has no value is left out. A progress bar tells itself how far the run is."""
+    metrics = {"a": 999.4, "b": None, "c": 1000.0, "d": 0.0, "e": 0.00123456, "f": 1.0, "train/epoch": 0.25}
+    for seconds, left in (0.0, "  00:00 left"), (None, ""), (3661.0, "  1:01:01 left"):
+        show(1000, 20000, metrics, ("a", "b", "c", "d", "e", "missing"), seconds)
+        line = "step 1,000/20,000  a 999.4  c 1,000  d 0  e 0.001235"
+        assert capsys.readouterr().out == f"{line}  epoch 0.25{left}\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    show(1000, 20000, metrics, ("a",), 1.0)
+    assert capsys.readouterr().out == "step 1,000/20,000  a 999.4\n"
 
 
 def test_a_resumed_run_counts_its_own_steps_only(tmp_path):

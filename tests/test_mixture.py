@@ -436,3 +436,11 @@ def test_metrics_of_many_sources():
     assert found["a/source7"] == found["b/source999"] == 3 and math.isnan(found["a/source0"])
     assert found["token_share/source10"] == pytest.approx(10 / 1_999_000) and len(found) == 6000
     assert metrics.read() == {}
+
+
+def test_sources_without_targets_have_no_share():
+    """As in a step whose rows have none."""
+    metrics = SourceMetrics(Progress())
+    metrics.take({"loss/a": torch.tensor(0.0)}, {"a": 0})
+    found = metrics.read()
+    assert found["token_share/a"] == 0 and math.isnan(found["loss/a"])
