@@ -193,14 +193,14 @@ def test_other_work_changes_no_rate(phase):
 
 def test_the_line_of_a_step(capsys, monkeypatch):
     """What has no value is left out. A progress bar tells itself how far the run is."""
-    metrics = {"a": 999.4, "b": None, "c": 1000.0, "d": 0.0, "e": 0.00123456, "f": 1.0, "train/epoch": 0.25}
+    metrics = {"a": 998.6, "b": None, "c": 1000.0, "d": 0.0, "e": 0.00123456, "f": 1.0, "train/epoch": 0.25}
     for seconds, left in (0.0, "  00:00 left"), (None, ""), (3661.0, "  1:01:01 left"):
         show(1000, 20000, metrics, ("a", "b", "c", "d", "e", "missing"), seconds)
-        line = "step 1,000/20,000  a 999.4  c 1,000  d 0  e 0.001235"
+        line = "step 1,000/20,000  a 998.6  c 1,000  d 0  e 0.001235"
         assert capsys.readouterr().out == f"{line}  epoch 0.25{left}\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     show(1000, 20000, metrics, ("a",), 1.0)
-    assert capsys.readouterr().out == "step 1,000/20,000  a 999.4\n"
+    assert capsys.readouterr().out == "step 1,000/20,000  a 998.6\n"
 
 
 def test_a_resumed_run_counts_its_own_steps_only(tmp_path):
