@@ -63,8 +63,9 @@ def test_samples_are_drawn_by_the_seed(tmp_path):
     config = tiny_config(tmp_path)
     settings = tmp_path / "start" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"attention_dropout": 0.5}))
-    config["run"] |= {"max_steps": 5, "eval_every": 2}
+    config["run"]["max_steps"] = 5
     without = run(tmp_path, config, "--run.output_dir", tmp_path / "without")
+    config["run"]["eval_every"] = 2
     config["eval"] = {"prompts": ["ab", "c"], "temperature": 0.02, "max_new_tokens": 12}
     done = run(tmp_path, config)
     assert done.losses == without.losses
