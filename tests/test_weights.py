@@ -318,6 +318,16 @@ def test_a_rank_reads_what_it_keeps(tmp_path, first, case):
     assert len(numbers) == processes and sum(numbers) == whole and max(numbers) < 0.6 * whole
 
 
+@pytest.mark.parametrize("tokens", [0, SHAPE["vocab_size"]])
+def test_a_rank_reads_no_other_weights_of_a_layer(tmp_path, tokens):
+    """Unless the model lacks tokens of the tokenizer."""
+    config = Model(pretrained=str(pretrained_model(tmp_path, "llama")))
+    plain = bare(config, transformers.AutoConfig.from_pretrained(tmp_path))
+    name = "model.layers.1.mlp.up_proj.weight"
+    [unit] = WeightFiles(plain, config).read({name: [(plain.get_parameter(name), None)]}, tokens, 0)
+    assert list(unit) == [name]
+
+
 DEEPSEEK = SHAPE | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 DEEPSEEK |= {"first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
 DEEPSEEK |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
