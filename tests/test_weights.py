@@ -328,6 +328,18 @@ def test_a_rank_reads_no_other_weights_of_a_layer(tmp_path, tokens):
     assert list(unit) == [name]
 
 
+def test_a_weight_that_is_a_part_of_one_in_the_files(tmp_path):
+    """Those of an HRM name the joined one only by the first of its parts."""
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("hrm_text", **SHAPE))
+    made.save_pretrained(tmp_path)
+    name, config = "model.L_module.layers.0.self_attn.k_proj.weight", Model(pretrained=str(tmp_path), attention="eager")
+    assert name not in load_file(tmp_path / "model.safetensors")
+    plain = bare(config, transformers.AutoConfig.from_pretrained(tmp_path))
+    units = WeightFiles(plain, config).read({name: [(plain.get_parameter(name), None)]}, 0, 0)
+    [found] = [unit[name].numbers for unit in units if name in unit]
+    assert torch.equal(found, made.get_parameter(name))
+
+
 DEEPSEEK = SHAPE | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 DEEPSEEK |= {"first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
 DEEPSEEK |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
