@@ -570,6 +570,20 @@ def test_auto_tries_what_a_step_computes(whole, tmp_path, monkeypatch):
     assert is_cast == {True} and are_joined == [True, False]
 
 
+def test_auto_tries_a_step_of_two_micro_steps(whole, tmp_path, monkeypatch):
+    """With batch.max_micro_batch_size auto: what FSDP2 keeps of the first one then depends on batch.accumulation."""
+    forward_backward, counts = train.forward_backward, []
+
+    def noted(parallel, model, micro_batches, scale):
+        counts.append([batch.targets.numel() // 24 for batch in micro_batches])
+        return forward_backward(parallel, model, micro_batches, scale)
+
+    monkeypatch.setattr(train, "forward_backward", noted)
+    limit_memory(monkeypatch, 9)
+    helpers.run(tmp_path, whole[0], "--batch.max_micro_batch_size", "auto")
+    assert counts[:2] == [[10, 10], [9, 9]]
+
+
 @pytest.mark.slow
 def test_auto_on_three_processes(whole, tmp_path):
     """Of 10 rows, one has 4."""

@@ -283,8 +283,13 @@ def check_vocabulary(setup: Setup) -> None:
         check_token_ids(data, setup.vocabulary, f"the evaluation data {name}".strip())
 
 
-def largest_micro_batch(parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def largest_micro_batch(
+    parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], forward_backward: Callable
+) -> int:
     """The most rows for which all ranks have memory. Each try is a tenth smaller than the one before.
+
+    It is a step of two micro-steps by `forward_backward`, that of train.py: in the second one, the gradients of the
+    first one take memory, too. With FSDP2, they may be whole.
 
     Unless each rank has the whole model and rows of its own, all devices must be equal: if a single rank fails, the
     others wait for it forever.
@@ -298,10 +303,7 @@ def largest_micro_batch(parallel: Parallelism, model: torch.nn.Module, optimizer
     @memory.find_executable_batch_size(starting_batch_size=most)
     def find(size: int) -> int:
         batch = collate([row] * size, accelerator.device, joined)
-        for _ in range(2):  # In the second pass, the gradients of the first one take memory, too.
-            with parallel.autocast():
-                loss, _ = parallel.loss_of(model, *parallel.part_of([batch]))
-            accelerator.backward(loss)
+        forward_backward(parallel, model, [batch, batch], scale=1.0)
         return size
 
     with as_user_error(
