@@ -1047,6 +1047,15 @@ def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
     assert "the launch finds out how many fit" in advice(monkeypatch, 1e-6, max_micro_batch_size="auto")
 
 
+def test_advice_leaves_out_what_a_model_cannot():
+    """The layers of GPT-OSS write into what `model.gradient_checkpointing: selective` would keep."""
+    model = LLAMA | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = memory_config(architecture=model, attention="eager")
+    config = config.model_copy(update={"perf": Perf(device_memory_gib=1e-6)})
+    said = what_fits(planned(config, 1), planned_model(config))
+    assert "selective" not in said and "--model.gradient_checkpointing true" in said
+
+
 def test_advice_has_the_launcher_file_of_the_same_ranks(monkeypatch, capsys):
     """Those that share rows go on to do so. A single process has nothing to shard, and ranks that divide the model keep
     their file, though bf16, which the other ones have, would make less of what is mostly activations."""

@@ -180,7 +180,7 @@ def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> st
     has_all_weights = not launch.is_sharded and not launch.layout.is_divided
     shards = [{}] if has_all_weights and launch.num_processes > 1 else []  # By another file, with the same settings.
     for saving in [*shards, *SAVINGS]:
-        with suppress(UserError):  # From a launch that would be refused.
+        with suppress(UserError, RuntimeError):  # A launch would be refused, or torch refuses selective checkpointing.
             changed = launch.changed(saving, launch.is_sharded or not saving)
             less = total_gib(changed, found)
             if less <= limit or less < 0.99 * total:
