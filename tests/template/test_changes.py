@@ -311,6 +311,11 @@ def compares_in_training(wrapped, batch, loss, metrics):  # As a batch norm does
     return loss + wrapped.training * loss.square(), metrics
 
 
+def norms_the_batch(wrapped, batch, loss, metrics):  # torch refuses to do that with a single value.
+    values = torch.ones(len(batch.documents.lengths), 1)
+    return loss + F.batch_norm(values, torch.zeros(1), torch.ones(1), training=wrapped.training).sum(), metrics
+
+
 def logs_a_mean(wrapped, batch, loss, metrics):
     return loss, metrics | {"mean": loss.detach() / (batch.targets != -100).sum()}
 
@@ -327,6 +332,7 @@ DEPENDS = "token_loss, compute_loss or the model: the loss of two rows is (.*) i
 FAULTS = {
     minimizes_a_mean: DEPENDS,
     compares_in_training: DEPENDS,
+    norms_the_batch: "token_loss, compute_loss or the model: a row does not work without others beside it: ValueError",
     logs_a_mean: DEPENDS.replace("the loss", "the metric mean"),
     logs_no_loss: 'token_loss or compute_loss: no metric is called "loss"; log what is minimized',
     logs_values: "compute_loss: no sum, as a tensor without dimensions: found; return sums",
