@@ -161,8 +161,8 @@ def sums_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: bool 
     def with_minimized(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = loss_of(model, batch)
         require("loss" in metrics, 'token_loss or compute_loss: no metric is called "loss"; log what is minimized')
-        odd = [name for name, value in metrics.items() if getattr(value, "shape", None) != ()]
-        require(not odd, f"compute_loss: no sum, as a tensor without dimensions: {', '.join(odd)}; return sums")
+        odd = [name for name, value in metrics.items() if not isinstance(value, torch.Tensor) or value.ndim]
+        require(not odd, f"compute_loss: these are no tensors of one number, as sums are: {', '.join(odd)}")
         return loss, metrics | {MINIMIZED: loss.detach().sum()}
 
     batches = [setup.collate(rows, setup.accelerator.device, setup.joined) for rows in micro_batches]
@@ -196,9 +196,9 @@ def check_own_sum(setup: Setup) -> None:
 
 def check_together(setup: Setup) -> None:
     """Raises UserError if the losses of rows depend on those beside them, also in training, as by a batch norm."""
-    draws = compares_rows(setup, training=False)
+    draws = check_two_rows(setup, training=False)
     buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
-    draws |= compares_rows(setup, training=True)
+    draws |= check_two_rows(setup, training=True)
     for buffer, before in buffers:
         buffer.copy_(before)
     if draws and not setup.is_random:
@@ -219,17 +219,14 @@ def check_own_sizes(setup: Setup) -> None:
 
 def check_no_rows(setup: Setup) -> None:
     """Raises UserError if a rank without rows would add something to the sums of others."""
-    rows = setup.train_data.read_rows(np.empty(0, int))
-    require(
-        len(rows), "data: read_rows([]) returns nothing; let it return a row without targets, for ranks without rows"
-    )
-    found = sums_in(setup, [rows])
-    odd = [f"{name} {value:.6g}" for name, value in found.items() if value != 0]
     advice = "let read_rows([]) return a row without targets, whose sums are 0"
+    rows = setup.train_data.read_rows(np.empty(0, int))
+    require(len(rows), f"data: a rank without rows would have nothing to compute; {advice}")
+    odd = [f"{name} {value:.6g}" for name, value in sums_in(setup, [rows]).items() if value != 0]
     require(not odd, f"data: a rank without rows would add {', '.join(odd)}; {advice}")
 
 
-def compares_rows(setup: Setup, training: bool) -> bool:
+def check_two_rows(setup: Setup, training: bool) -> bool:
     """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them."""
     data = setup.train_data
 
