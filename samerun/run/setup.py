@@ -197,10 +197,10 @@ def check_own_sum(setup: Setup) -> None:
 def check_together(setup: Setup) -> None:
     """Raises UserError if the losses of rows depend on those beside them, also in training, as by a batch norm."""
     draws = check_two_rows(setup, training=False)
-    buffers = [(buffer, buffer.clone()) for buffer in setup.model.buffers()]  # A batch norm counts the passes.
+    buffers = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}  # A batch norm counts the passes.
     draws |= check_two_rows(setup, training=True)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    for name, before in buffers.items():
+        setup.model.get_buffer(name).copy_(before)
     if draws and not setup.is_random:
         say(CHANCE)
 

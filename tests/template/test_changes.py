@@ -34,6 +34,7 @@ from samerun.parallel.state import local_tensor
 from samerun.run.agreement import data_facts
 from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
+from samerun.run.setup import check_together
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -354,6 +355,25 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     monkeypatch.setattr(train, "collate", lambda *given: OwnBatch(**vars(collate(*given))))
     monkeypatch.setattr(train, "loss_function", with_fault)
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+
+
+def test_buffers_are_as_before_the_tries(monkeypatch):
+    """A batch norm writes into its own, and other modules have new ones after each pass in training."""
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("passes", torch.zeros(()))
+    seen = []
+
+    def check_two_rows(setup, training):
+        model.train(training)(torch.randn(4, 2))
+        model.passes = model.passes + training
+        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        return False
+
+    monkeypatch.setattr("samerun.run.setup.check_two_rows", check_two_rows)
+    check_together(SimpleNamespace(model=model, is_random=False))
+    first, second = seen
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, first[name]) and not torch.equal(buffer, second[name])
 
 
 def test_targets_of_ones_own_that_sizes_do_not_count_are_told(task, tmp_path, monkeypatch):
