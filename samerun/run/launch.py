@@ -20,8 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, memory
 from safetensors import SafetensorError
 
+from samerun import early
 from samerun.config import Config
-from samerun.early import CORES, PARENT, earlier_signals
+from samerun.early import CORES
 from samerun.errors import (
     AgreedError,
     Stopped,
@@ -52,12 +53,13 @@ class StopSignal:
         self.finishes_steps = False
         self.interrupted_since: float | None = None  # The time of the first Ctrl-C.
         self.group: dist.ProcessGroup | None = None
+        self.launcher = os.getppid()
         self.is_orphan = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # That of a terminal that is closed, but for nohup.
             signal.signal(signal.SIGHUP, self.on_signal)
-        for number in earlier_signals:
+        for number in early.earlier_signals:
             StopSignal.requested = signal.Signals(number).name
 
     def raise_at_signals(self) -> None:
@@ -82,7 +84,7 @@ class StopSignal:
             self.interrupted_since = self.interrupted_since or now
             if now - self.interrupted_since > 2:
                 os._exit(1)
-        launcher_has_ended = os.getppid() != PARENT and not self.is_orphan
+        launcher_has_ended = os.getppid() != self.launcher and not self.is_orphan
         if launcher_has_ended:
             self.is_orphan = True
             if self.group:  # Time to save, and then the end: if another rank is dead, this one would wait forever.
