@@ -1,4 +1,4 @@
-"""Whether a token sees what it must not, sliding windows included, and whether packing or chunks change the loss."""
+"""What a small model is tried for: what a token sees, sliding windows included, and what its loss depends on."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
