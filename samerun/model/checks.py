@@ -259,7 +259,7 @@ def is_same_loss(model: torch.nn.Module, one: float, other: float) -> bool:
 
 
 def check_sum(model: torch.nn.Module, loss_of: Callable) -> None:
-    """Raises UserError if the loss of two rows in one micro-batch is not the sum of their losses.
+    """Raises UserError if the loss of two rows in one micro-batch is not finite, or not the sum of their losses.
 
     A mean is not, nor is what compares rows. The run would depend on how rows are split.
     """
@@ -268,6 +268,8 @@ def check_sum(model: torch.nn.Module, loss_of: Callable) -> None:
     (together, sums), (again, _), *apart = (
         probe_sums(model, some, loss_of) for some in (rows, rows, rows[:1], rows[1:])
     )
+    found = f"the loss of two rows is {together:g} before any step"
+    require(math.isfinite(together), f"token_loss or compute_loss: {found}")
     if together != again:  # Random numbers, which differ in each pass.
         return
     alone = [loss for loss, _ in apart]

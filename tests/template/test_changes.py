@@ -5,6 +5,7 @@ A fork here is a script that imports train.py and replaces one of its functions;
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,20 @@ def test_a_loss_that_is_no_sum_of_rows_is_refused(task, tmp_path, monkeypatch, t
     together, *alone = map(float, re.search(found, told).groups())
     assert together != pytest.approx(sum(alone), rel=1e-4)
     assert token_loss is comparing_loss or together == pytest.approx(sum(alone) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_a_loss_that_is_not_finite_is_refused(task, tmp_path, monkeypatch, packing):
+    """And nothing else is blamed, such as the packing, because nan does not equal itself."""
+    config, *_ = task
+
+    def token_loss(logits, targets):
+        loss = F.cross_entropy(logits, targets, reduction="sum") * math.nan
+        return loss, {"loss": loss}
+
+    monkeypatch.setattr(train, "token_loss", token_loss)
+    told = run(tmp_path, config, "--data.packing", packing, expect=2).output
+    assert "error: token_loss or compute_loss: the loss of two rows is nan before any step" in told
 
 
 def one_is_left_out(rows, *more):
