@@ -15,8 +15,9 @@ PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # Of prctl() in Linux.
 
 
-def begin(is_script: bool) -> float:
-    """Call it before the libraries are imported. Returns the time of the call, by time.perf_counter()."""
+def begin(is_script: bool) -> float | None:
+    """Call it before the libraries are imported. Returns the time of the call, by time.perf_counter(), which is the
+    start of a launch only in a script: other programs import train.py long before, or call main() several times."""
     started = time.perf_counter()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["DATASETS_VERBOSITY"] = "critical"
@@ -31,7 +32,7 @@ def begin(is_script: bool) -> float:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # As in the background of a script.
                 signal.signal(number, while_importing)
-    return started
+    return started if is_script else None
 
 
 earlier_signals = []  # Answered by StopSignal, which is made later, and by a Meeting to which nobody comes.

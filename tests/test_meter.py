@@ -95,6 +95,13 @@ def test_parts_sum_to_the_wall_clock_at_any_moment():
         assert sum(parts) == wall == clock.now - 5.0
 
 
+def test_time_before_main_is_no_startup_of_a_launch(tmp_path):
+    """A program that imports train.py, such as a sweep, calls main() when it likes, and again."""
+    began = time.perf_counter()
+    done = run(tmp_path, tiny_config(tmp_path))
+    assert 0 < done.metrics[-1]["summary/wall_seconds"] <= time.perf_counter() - began
+
+
 def test_time_before_the_meter_existed_is_startup():
     """Importing the libraries takes seconds of the user's time."""
     meter = Meter(clock=lambda: 100.0, started=90.0)
