@@ -519,6 +519,17 @@ def test_a_second_ctrl_c_stops_at_once(slow, tmp_path):
     assert done.status["status"] == "running" and steps_logged(done) == [1]
 
 
+@pytest.mark.parametrize("error", [(), ("--run.max_steps", "none")])
+def test_signals_after_main_are_those_of_the_caller(tmp_path, error):
+    """A sweep or a notebook would ignore the first Ctrl-C, and the next one would end it at once."""
+    for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, lambda *_: None):
+        signal.signal(number, handler)
+        run(tmp_path, tiny_config(tmp_path), *error, expect=None)
+        assert signal.getsignal(number) is handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_a_second_sigterm_while_saving(tmp_path, monkeypatch):
     """Schedulers send it again. The checkpoint is written all the same."""
     exits, save = [], Saver.save

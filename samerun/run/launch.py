@@ -47,6 +47,7 @@ class StopSignal:
     # Both belong to the process, as signals do.
     requested = ""  # The name of the signal.
     raises = False  # Whether it raises Stopped.
+    earlier_handlers = {}  # Of the program that called main(), by the number of the signal.
 
     def __init__(self):
         StopSignal.requested, StopSignal.raises = "", False
@@ -55,12 +56,20 @@ class StopSignal:
         self.group: dist.ProcessGroup | None = None
         self.launcher = os.getppid()
         self.is_orphan = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.on_signal)
+        numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # That of a terminal that is closed, but for nohup.
-            signal.signal(signal.SIGHUP, self.on_signal)
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            self.earlier_handlers[number] = signal.signal(number, self.on_signal)
         for number in early.earlier_signals:
             StopSignal.requested = signal.Signals(number).name
+
+    @classmethod
+    def give_back(cls) -> None:
+        """Let the program that called main() answer signals again."""
+        while cls.earlier_handlers:
+            number, handler = cls.earlier_handlers.popitem()
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def raise_at_signals(self) -> None:
         """From now on a signal raises Stopped at once. So does one that has come before."""
