@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields, is_within
-from samerun.errors import UserError, one_line, require
+from samerun.errors import UserError, one_line, prefix_errors, require
 from samerun.yaml12 import comment_in, parse_yaml
 
 
@@ -137,16 +137,58 @@ def nearest_setting(path: str, kind: type[Config]) -> str:
     return f"did you mean {near[0]}?" if near else "python train.py --help lists them all"
 
 
-def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, list[int]]:
-    """The validated config of a command line, and the process counts of --plan. Raises UserError for anything else."""
+@dataclass(frozen=True)
+class Export:
+    """What --export asks for."""
+
+    which: str  # "best", "last" or a step.
+    to: str | None
+    merge: bool
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a command line asks for in place of a launch: at most one of these, where the others are None."""
+
+    plan: list[int] | None  # Numbers of processes.
+    prepare: list[int] | None  # The rows to show.
+    export: Export | None
+
+
+def take_mode(argv: list[str]) -> tuple[list[str], Mode]:
+    """The words of a command line besides --plan, --prepare and --export, and what these ask for. Raises UserError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--plan", nargs="+", type=int)
+    parser.add_argument("--prepare", nargs="*", type=int)
+    parser.add_argument("--export")
+    parser.add_argument("--to")
+    parser.add_argument("--merge", action="store_true")
+    try:
+        asked, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"command line: {error}") from None
+    modes = [mode for mode in (asked.plan, asked.prepare, asked.export) if mode is not None]
+    with prefix_errors("command line"):
+        require(len(modes) < 2, "give one of --plan, --prepare and --export")
+        require(min(asked.plan or [1]) > 0, "--plan: give numbers of processes, at least 1")
+        which, export = asked.export, None
+        if which is None:
+            require(not (asked.to or asked.merge), "--to and --merge go with --export")
+        else:
+            is_known = which in ("best", "last") or which.isdecimal()
+            require(is_known, f"--export {which}: give best, last, or the number of a step")
+            export = Export(which, asked.to, asked.merge)
+    return rest, Mode(asked.plan, asked.prepare, export)
+
+
+def load_config(argv: list[str], kind: type[Config] = Config) -> Config:
+    """The validated config of the other words, see take_mode(). Raises UserError."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="append", default=[])
-    parser.add_argument("--plan", nargs="+", type=int, default=[])
     where, given = "command line", []
     try:
         args, rest = parser.parse_known_args(argv)
-        is_usable = len(args.config) == 1 and min(args.plan, default=1) > 0
-        require(is_usable, "give one --config FILE, --plan at least 1; see --help")
+        require(len(args.config) == 1, "give one --config FILE; see --help")
         file = where = args.config[0]
         with open(file, encoding="utf-8") as opened:
             settings = parse_yaml(opened) or {}
@@ -160,7 +202,7 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> tuple[Config, l
             require(value and not value.startswith("--"), "no value; write null for none, or '\"\"' for an empty text")
             override(settings, name[2:], value)
             given.append(name[2:])
-        return kind.model_validate(settings), args.plan
+        return kind.model_validate(settings)
     except ValidationError as error:
         problems = describe(error, kind)
         where = "command line" if is_about(problems, given) else file
@@ -180,33 +222,6 @@ def is_about(problems: str, overrides: list[str]) -> bool:
     # A section may also lack another setting, which its file should have.
     is_section = "." not in setting and not rest.startswith(": unknown key")
     return not is_section and any(is_within(name, setting) for name in overrides)
-
-
-@dataclass(frozen=True)
-class Export:
-    """What --export asks for."""
-
-    which: str  # "best", "last" or a step.
-    to: str | None
-    merge: bool
-
-
-def take_export(argv: list[str]) -> tuple[list[str], Export | None]:
-    """The words of a command line besides --export and what belongs to it, and what these ask for. Raises UserError."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("--export")
-    parser.add_argument("--to")
-    parser.add_argument("--merge", action="store_true")
-    try:
-        asked, rest = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(f"command line: {error}") from None
-    if asked.export is None:
-        require(not (asked.to or asked.merge), "command line: --to and --merge go with --export")
-        return rest, None
-    is_known = asked.export in ("best", "last") or asked.export.isdecimal()
-    require(is_known, f"command line: --export {asked.export}: give best, last, or the number of a step")
-    return rest, Export(asked.export, asked.to, asked.merge)
 
 
 def override(settings: dict[str, Any], path: str, text: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import train
-from samerun.cli import FOREIGN_NAMES, load_config
+from samerun.cli import FOREIGN_NAMES, Export, Mode, load_config, take_mode
 from samerun.config import config_fields
 from samerun.errors import UserError
 from samerun.yaml12 import to_yaml
@@ -36,7 +36,7 @@ def load(tmp_path):
 
     def load(*words, text=GOOD):
         (tmp_path / "config.yaml").write_text(text)
-        return load_config(["--config", str(tmp_path / "config.yaml"), *words], train.Settings)[0]
+        return load_config(["--config", str(tmp_path / "config.yaml"), *words], train.Settings)
 
     return load
 
@@ -396,11 +396,20 @@ def test_config_file_is_required(tmp_path):
             load_config(words)
 
 
-def test_plan_may_stand_anywhere(tmp_path):
-    (tmp_path / "config.yaml").write_text(GOOD)
-    words = ["--run.seed", "3", "--plan", "1", "2", "16", "--config", str(tmp_path / "config.yaml")]
-    config, process_counts = load_config(words)
-    assert (config.run.seed, process_counts) == (3, [1, 2, 16])
+@pytest.mark.parametrize(
+    "mode, asked",
+    [
+        (["--plan", "1", "2", "16"], Mode([1, 2, 16], None, None)),
+        (["--prepare"], Mode(None, [], None)),
+        (["--prepare", "7", "0"], Mode(None, [7, 0], None)),
+        (["--export", "7"], Mode(None, None, Export("7", None, merge=False))),
+        ([], Mode(None, None, None)),
+    ],
+)
+def test_a_mode_may_stand_anywhere(mode, asked):
+    rest = ["--run.seed", "3", "--config", "a.yaml"]
+    for place in 0, 2, 4:
+        assert take_mode([*rest[:place], *mode, *rest[place:]]) == (rest, asked)
 
 
 # Rules across fields -------------------------------------------------------------------------------------------------

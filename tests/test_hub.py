@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import train
-from samerun.cli import load_config, take_export
+from samerun.cli import load_config, take_mode
 from samerun.config import Config
 from samerun.errors import UserError
 from samerun.run import hub as room
@@ -95,9 +95,9 @@ def test_a_folder_of_any_name(tmp_path, monkeypatch, name):
     config, pushed = as_read(Path(name), every="save"), []
 
     def command(words, **more):
-        words, export = take_export(words[2:])
-        theirs, _ = load_config(words)
-        assert theirs.run.output_dir == name and export.which == "6"
+        words, mode = take_mode(words[2:])
+        theirs = load_config(words)
+        assert theirs.run.output_dir == name and mode.export.which == "6"
         return SimpleNamespace(returncode=0, stdout=b"")
 
     monkeypatch.setattr(subprocess, "run", command)

@@ -12,11 +12,13 @@ from pathlib import Path
 import datasets
 import psutil
 import pytest
+import tokenizers
 import transformers
 from fake_hub import FakeHub
 from filelock import FileLock, Timeout
-from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, training_rows, write_config
-from test_finetune import byte_tokenizer
+from helpers import ROOT, Done, kill_tree, launch, start, tiny_model, training_rows, write_config, write_rows
+from test_finetune import CHATML, byte_tokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 import train
 from samerun.config import Data, Model
@@ -24,7 +26,8 @@ from samerun.data import load as load_room
 from samerun.data.load import load_data
 from samerun.errors import UserError
 from samerun.model.tokenizer import load_tokenizer
-from samerun.preflight import planning
+from samerun.preflight import prepare as prepare_room
+from samerun.preflight.prepare import describe_row
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ def test_prepare_waits_for_its_turn(tmp_path, cache, monkeypatch):
     just then. While the data are loaded, nobody else has a turn."""
     config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 1}, "data": source_of(tmp_path, [{"text": "a"}])}
     config |= {"model": {"architecture": {"model_type": "llama"}}}
-    said, turns, load = [], [], planning.load_data
+    said, turns, load = [], [], prepare_room.load_data
     monkeypatch.setattr(load_room, "say", lambda text: said.append(text) or other.release())
 
     def look(*args):
@@ -280,13 +283,54 @@ def test_prepare_waits_for_its_turn(tmp_path, cache, monkeypatch):
             turns.append("another one's")
         return load(*args)
 
-    monkeypatch.setattr(planning, "load_data", look)
+    monkeypatch.setattr(prepare_room, "load_data", look)
     cache.mkdir()
     other = FileLock(cache / "train.lock")
     other.acquire()
     for _ in range(2):  # The second time, nobody else is there.
         assert train.main(["--prepare", "--config", str(write_config(tmp_path, config))]) == 0
     assert said == ["Another launch prepares data in the same cache. Waiting until it has done that."] and not turns
+
+
+SENTENCES = tokenizers.Tokenizer(models.WordLevel({word: number for number, word in enumerate("▁a ▁b ▁c ▁d".split())}))
+SENTENCES.pre_tokenizer, SENTENCES.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+
+
+@pytest.mark.parametrize(
+    "tokenizer, shown",
+    [
+        (None, " 3« 0» 1 2« 3»\n--- next document\n 2« 1»"),
+        # This decoder drops the space before the first token of what it gets.
+        (transformers.PreTrainedTokenizerFast(tokenizer_object=SENTENCES), "d« a» b c« d»\n--- next document\nc« b»"),
+    ],
+    ids=["ids", "text"],
+)
+def test_what_is_learned_of_a_row(tmp_path, tokenizer, shown):
+    """A document's first token never is, nor what its labels leave out."""
+    rows = [{"input_ids": [3, 0, 1, 2, 3], "labels": [3, 0, -100, -100, 3]}, {"input_ids": [2, 1], "labels": [2, 1]}]
+    path = str(write_rows(tmp_path / "rows", rows))
+    data = training_rows(Data(path=path, format="tokens", packing="concat", sequence_length=7))
+    assert describe_row(data, 0, tokenizer) == shown
+
+
+def test_prepare_shows_rows(tmp_path, capsys):
+    """Of a conversation, what the assistant says and the end of its turn."""
+    said = {"user": "«1»?", "assistant": "Två"}
+    chat = {"messages": [{"role": role, "content": content} for role, content in said.items()]}
+    config = {
+        "run": {"max_steps": 1},
+        "batch": {"global_batch_size": 1},
+        "data": source_of(tmp_path, [chat] * 2) | {"format": "chat", "chat_template": str(CHATML), "packing": "none"},
+        "model": {"architecture": {"model_type": "llama"}},
+    }
+    config["data"]["tokenizer"] = byte_tokenizer(tmp_path / "tokenizer", None)
+    words = ["--config", str(write_config(tmp_path, config))]
+    assert train.main([*words, "--prepare", "1"]) == 0
+    shown = "<|im_start|>user\n«1»?<|im_end|>\n<|im_start|>assistant\n«Två<|im_end|>»\n"
+    assert f"\n--- row 1\n{shown}\n---\nPrepared" in capsys.readouterr().out
+    for beyond in "2", "-1":
+        assert train.main(["--prepare", beyond, *words]) == 2
+        assert f"error: --prepare {beyond}: the rows are 0 to 1" in capsys.readouterr().err
 
 
 # What the Hub refuses -------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
-"""What --plan and --prepare do."""
+"""What --plan does."""
 
 import itertools
 import os
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import pandas as pd
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from samerun.config import Config, evaluation_title
+from samerun.config import Config
 from samerun.data.encode import number_of_ids
-from samerun.data.load import data_lock, load_data, take_at_once
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.model.architecture import model_config
-from samerun.model.build import download_weights
 from samerun.model.tokenizer import load_tokenizer
 from samerun.parallel.layout import check_layers_and_heads
 from samerun.plan import check_length, plan_table, say_if_idle
@@ -22,27 +20,6 @@ from samerun.preflight.host import memory_per_host
 from samerun.preflight.memory import memory_per_device, total_gib
 from samerun.preflight.planned_launch import PlannedLaunch
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
-
-
-def prepare(config: Config) -> None:
-    """What --prepare does: all of a launch that needs the network or much time, without a device or weights."""
-    StopSignal().raise_at_signals()
-    silence_libraries()
-    go_offline_without_network(config)
-    tokenizer = load_tokenizer(config.data, config.model)
-    lock = data_lock()
-    with take_at_once(lock), lock or nullcontext():
-        train_data, eval_data = load_data(config.data, tokenizer, config.run.seed)
-    found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
-    if config.model.pretrained:
-        download_weights(config.model, found)
-    say(f"Data: {len(train_data):,} rows to train on")
-    for name, data in eval_data.items():
-        say(f"{evaluation_title(name)}: {len(data):,} rows")
-    say("Prepared: a launch finds all of it in the caches. On machines without network, set HF_HUB_OFFLINE=1 for it.")
-
-
-# --plan ---------------------------------------------------------------------------------------------------------------
 
 
 def print_plans(config: Config, process_counts: list[int], plan_stages: Callable, loss_of: Callable) -> None:

@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
     datasets.disable_progress_bars()
-    config, _ = load_config(["--config", args.config])
+    config = load_config(["--config", args.config])
     length, limit = config.data.sequence_length, config.batch.max_micro_batch_size
     limit = config.global_batch_size if limit == "auto" else limit
     flops = flops_per_token(model_config(config, VOCABULARY), config.model.lora, length)

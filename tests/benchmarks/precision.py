@@ -51,7 +51,7 @@ def read_config(steps: int, learning_rate: float, tiny: bool) -> dict:
     width = 32 if tiny else 64
     settings |= {"model.architecture.hidden_size": width, "model.architecture.intermediate_size": 3 * width}
     words = [str(word) for setting, value in settings.items() for word in (f"--{setting}", value)]
-    return load_config(["--config", str(helpers.ROOT / "configs" / "small.yaml"), *words])[0].model_dump()
+    return load_config(["--config", str(helpers.ROOT / "configs" / "small.yaml"), *words]).model_dump()
 
 
 def differences(losses: np.ndarray, others: np.ndarray) -> str:

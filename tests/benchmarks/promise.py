@@ -91,7 +91,7 @@ class Runs:
             **(TINY if tiny else {}),
         }
         words = [str(word) for setting, value in settings.items() for word in (f"--{setting}", value)]
-        self.config = load_config(["--config", str(config), *words])[0].model_dump()
+        self.config = load_config(["--config", str(config), *words]).model_dump()
         self.environment = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
 
     def start(self, name: str, processes: int):

@@ -141,7 +141,7 @@ def scaling_table(
     argv: list[str], devices: list[int], tflops: float, speeds: list[float], vocab_size: int | None = None
 ) -> str:
     """The table for a command line of train.py. Speeds are in GB/s, one for each number of devices."""
-    config, _ = load_config(argv)
+    config = load_config(argv)
     length, rows, limit = config.data.sequence_length, config.global_batch_size, config.batch.max_micro_batch_size
     vocab_size = vocab_size or len(load_tokenizer(config.data, config.model))
     found = model_config(config, vocab_size)
@@ -268,7 +268,7 @@ def count(folder: Path, strategy: str, sync: str, processes: int, tied: bool = T
     finally:
         helpers.kill_tree(process)
     assert process.returncode == 0, output
-    settings, _ = load_config(["--config", str(path)])
+    settings = load_config(["--config", str(path)])
     weights = count_weights(model_config(settings, helpers.VOCABULARY), settings.model)
     expected = cost(strategy, sync, weights, processes, MICRO_STEPS)
     return json.loads((folder / "counted.json").read_text()), expected

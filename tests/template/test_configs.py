@@ -53,7 +53,7 @@ QUICK = "small_chat", "lora_8b"  # test_readme.py runs two more.
 )
 def test_runs_scaled_down(hub, tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)  # From where its command is given, and its paths are meant.
-    config = load_config(["--config", str(file)])[0].model_dump()
+    config = load_config(["--config", str(file)]).model_dump()
     kind = "messages" if config["data"]["format"] == "chat" else "text"
     config["data"] |= {
         "files": [str(hub / kind / "train")],

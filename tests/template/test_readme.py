@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from warm import environments
 
 import train
-from samerun.cli import load_config
+from samerun.cli import load_config, take_mode
 from samerun.config import Config, config_fields
 from samerun.parallel.layout import REFUSED
 
@@ -160,7 +160,8 @@ LAUNCHES = commands(f"{LAUNCH}|{TORCHRUN}")
 def test_launches_parse(command):
     """Accelerate or torchrun takes the command, and asks train.py for settings that exist."""
     launched = parse(command)
-    load_config(["--config", str(ROOT / launched.config), *launched.settings])
+    words, _ = take_mode(["--config", str(ROOT / launched.config), *launched.settings])
+    load_config(words)
 
 
 @pytest.mark.parametrize("command", [command for command in LAUNCHES if "--config_file" in command])
@@ -401,7 +402,7 @@ def test_every_config_has_a_plan(config, capsys):
     assert len(lines) == 8
     head = config.read_text()
     assert head.startswith("# yaml-language-server: $schema=schema.json\n")
-    settings, _ = load_config(["--config", str(config)])
+    settings = load_config(["--config", str(config)])
     rows, length = settings.global_batch_size, settings.data.sequence_length
     assert f"{rows:,} rows x {length:,} " in head and f"{rows * length:,} tokens per step" in head
 
