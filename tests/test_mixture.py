@@ -356,6 +356,21 @@ def test_a_run_with_other_weights_says_where_its_sources_go_on(tmp_path):
     assert "repeats rows" not in run(tmp_path, config, *allowed, "--run.max_steps", 9).output
 
 
+def test_a_run_that_becomes_a_mixture_says_that_rows_may_come_again(tmp_path):
+    """Its 30 rows were all of web. The mixture of data.sources goes on as if 15 of them had been."""
+    config, _ = mixed_config(tmp_path)
+    mixture = "--data.path", "null", "--data.sources", json.dumps(config["data"]["sources"])
+    config["data"] |= {"path": str(tmp_path / "web"), "sources": None}
+    batch = "--batch.global_batch_size", 5  # web has 9 rows.
+    run(tmp_path, config, "--run.max_steps", 6, *batch)
+    allowed = *mixture, "--run.allow_changes", "[data.path, data.sources, data fingerprint]"
+    done = run(tmp_path, config, *batch, *allowed, "--run.max_steps", 8)
+    assert "The run goes on 30 rows after the beginning of the new ones" in done.output
+    assert "rows may be" not in run(tmp_path, config, *batch, *allowed, "--run.max_steps", 9).output
+    seed = "--run.seed", 9, "--run.allow_changes", "[run.seed]"
+    assert "The run goes on 45 rows" in run(tmp_path, config, *batch, *mixture, *seed, "--run.max_steps", 10).output
+
+
 A = {"path": "x", "weight": 1}
 
 

@@ -549,6 +549,7 @@ def test_changed_data_is_refused(tmp_path):
     assert "run.output_dir" in done.output and "--run.allow_changes '[data fingerprint]'" in done.output
     done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data fingerprint]")
     assert done.status["step"] == 6 and "goes on with other settings:\n  data fingerprint: " in done.output
+    assert "The run goes on 50 rows after the beginning of the new ones" in done.output
 
 
 def test_another_batch_that_is_allowed(tmp_path):
@@ -830,6 +831,9 @@ def test_init_from(whole, tmp_path):
     truth = train_reference(config | start_model, lambda step: [rows[i] for i in order[10 * step - 10 : 10 * step]])
     done = run(tmp_path, config)
     truth.check(done)
+    again = "began with the same rows; another run.seed"
+    of_one_seed = run(tmp_path, config, "--run.seed", 7, "--run.output_dir", tmp_path / "same", "--run.max_steps", 5)
+    assert again in of_one_seed.output and again not in done.output
 
     # Started again after an interruption, the run continues itself and does not begin anew.
     shutil.rmtree(done.folder / "checkpoints" / "step-00000030")

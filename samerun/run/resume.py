@@ -21,6 +21,7 @@ from samerun.run.changes import (
     say_if_code_has_changed,
     say_if_launched_otherwise,
     say_if_rows_do_not_follow,
+    say_if_rows_repeat,
     say_if_sources_do_not_follow,
 )
 from samerun.run.checkpoint import Progress, checkpoint_name, load_checkpoint, progress_in, verify_checkpoint
@@ -103,6 +104,7 @@ def load_initial_weights(setup: Setup, path: Path, record: dict[str, Any]) -> No
     for difference in changes_of_model(manifest.get("model", {}), record["model"]):
         say(f"run.init_from: the model of these weights differs in {difference}.")
     load_checkpoint(path, setup.parallel, setup.wrapped, [])
+    say_if_rows_repeat(path, manifest["config"], record["config"])
 
 
 def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Path, dict] | None) -> bool:
