@@ -482,7 +482,7 @@ def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
     assert done.status == {"status": "finished", "step": 5}
 
 
-def test_extended(again):
+def test_extended(again, tmp_path):
     """A finished run may be made longer; the schedule is then that of the longer run, which is said."""
     config, before = again
     done = run(before.folder.parent, config, "--run.max_steps", 40)
@@ -490,6 +490,11 @@ def test_extended(again):
     assert [line["step"] for line in done.metrics if "train/loss" in line] == [*STEPS, *range(31, 41)]
     expected = [learning_rate(config["optim"], step, 40) for step in range(31, 41)]
     assert done.logged("train/learning_rate")[30:] == pytest.approx(expected, rel=1e-12)
+    was, would_be = (learning_rate(config["optim"], 30, length) for length in (30, 40))
+    told = f"Step 30 had a learning rate of {was:.4g}; on this schedule, it would have had {would_be:.4g}."
+    assert told in done.output and would_be > 2 * was
+    other = *resume_from(done, 35), "--run.output_dir", tmp_path / "other", "--run.max_steps", 40
+    assert "had a learning rate of" not in run(tmp_path, config, *other).output
     assert done.status == {"status": "finished", "step": 40}
 
 
