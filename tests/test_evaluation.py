@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import launch, make_rows, run, tiny_config, tiny_model, write_rows
+from helpers import launch, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -185,6 +185,24 @@ def test_another_evaluation_forgets_the_lowest_loss(tmp_path):
     for overrides in ["--eval.max_rows", 3], ["--data.eval_source.path", config["data"]["path"]]:
         done, losses = more(done.status["step"] + 2, *overrides)
         assert done.output.count(forgotten) == 1 and best_of(losses, after=done.launches[-1]) in done.output
+
+
+def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
+    """A new folder with no step left to do has the data.eval_source of its own config, and its loss by the plain loop's
+    function, also if the checkpoint was evaluated before."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 5, "keep_best": True}
+    config["optim"]["warmup_steps"] = 2
+    before = run(tmp_path, config)
+    rows = make_rows([24, 11, 17], seed=5)
+    write_rows(tmp_path / "others", rows)
+    others = "--data.eval_source", f"{{path: {tmp_path / 'others'}}}", "--run.output_dir", tmp_path / "new"
+    command = config, *resume_from(before, 5), *others
+    done = run(tmp_path, *command)
+    model = transformers.AutoModelForCausalLM.from_pretrained(before.folder / "model")
+    assert before.logged("eval/loss") and done.logged("train/loss") == []
+    assert done.logged("eval/loss") == pytest.approx([evaluation_loss(model, rows)], rel=1e-6)
+    assert "Finished already" in run(tmp_path, *command).output and len(done.logged("eval/loss")) == 1
 
 
 def test_the_resolved_config_keeps_the_order(several, tmp_path):

@@ -85,6 +85,8 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
         progress.forget_best()
         progress.forget_lowest()
+        if path.parent != setup.folder.checkpoints:  # A new folder has no evaluation of this step, so it is made there.
+            progress.evaluated_step = 0
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
