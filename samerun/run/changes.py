@@ -160,9 +160,18 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
         )
 
 
+def say_if_rows_are_others(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """With other data, or another order, which run.allow_changes may let pass, nobody knows which rows come again."""
+    if any(theirs.get(name) != ours[name] for name in (ROWS, "run.seed")):
+        say(
+            f"Earlier steps had other rows, or another order. The run goes on {rows:,} rows after the beginning of the "
+            "new ones, so rows may be left out or repeated; epochs and run.max_tokens count as if all steps had them."
+        )
+
+
 def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """With other rows, another order or other weights than before, which run.allow_changes may let pass, the data go on
-    where they would be if they had been so from the start."""
+    """With other weights than before, which run.allow_changes may let pass, each source goes on where it would be if it
+    had had them from the start."""
     before, now = rows_of_sources(rows, theirs), rows_of_sources(rows, ours)
     moved = [name for name in now if now[name] != before.get(name, 0)]
     if before and moved:
@@ -170,11 +179,6 @@ def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[s
         say(
             "Earlier steps had other weights. Each source goes on where the new ones would have brought it, and so "
             f"leaves out or repeats rows: {moves}."
-        )
-    elif any(theirs.get(name) != ours[name] for name in (ROWS, "run.seed")):
-        say(
-            f"Earlier steps had other rows, or another order. The run goes on {rows:,} rows after the beginning of the "
-            "new ones, so rows may be left out or repeated; epochs and run.max_tokens count as if all steps had them."
         )
 
 

@@ -20,6 +20,7 @@ from samerun.run.changes import (
     check_unchanged,
     say_if_code_has_changed,
     say_if_launched_otherwise,
+    say_if_rows_are_others,
     say_if_rows_do_not_follow,
     say_if_rows_repeat,
     say_if_sources_do_not_follow,
@@ -91,6 +92,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
     say_if_rows_do_not_follow(setup, progress)
+    say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
     say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
