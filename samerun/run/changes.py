@@ -1,7 +1,8 @@
 """How a launch differs from the checkpoint that it goes on from: what is refused, and what is only said."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,16 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
             f"{next_row:,} rows of the stream. To go on with the next row, list the steps so far in batch.warmup, and "
             "name that in run.allow_changes."
         )
+
+
+def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learning_rate_at: Callable) -> None:
+    """Where a schedule of another length or kind goes on, the learning rate may jump after the step of a checkpoint."""
+    now, settings = setup.config.optim, manifest["config"].items()
+    before = now.model_copy(update={k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")})
+    was = learning_rate_at(before, step, manifest.get("max_steps", step), before.learning_rate)
+    would_be = learning_rate_at(now, step, setup.max_steps, now.learning_rate)
+    if not math.isclose(was, would_be):
+        say(f"Step {step:,} had a learning rate of {was:.4g}; on this schedule, it would have had {would_be:.4g}.")
 
 
 def say_if_rows_are_others(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

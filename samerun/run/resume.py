@@ -1,6 +1,7 @@
 """Continue a run, begin one with the weights of another, or end one that is finished; what a manifest says of a run."""
 
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from samerun.run.changes import (
     check_unchanged,
     say_if_code_has_changed,
     say_if_launched_otherwise,
+    say_if_rate_differs,
     say_if_rows_are_others,
     say_if_rows_do_not_follow,
     say_if_rows_repeat,
@@ -62,8 +64,13 @@ def eval_fingerprint(setup: Setup) -> int:
     return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), of_data)
 
 
-def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str, Any]) -> Progress:
-    """Load the checkpoint to continue from or, into a new run, the weights of run.init_from."""
+def resume(
+    setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str, Any], learning_rate_at: Callable
+) -> Progress:
+    """Load the checkpoint to continue from or, into a new run, the weights of run.init_from.
+
+    `learning_rate_at` is that of train.py.
+    """
     run = setup.config.run
     if checkpoint is None:
         if run.init_from:
@@ -91,6 +98,7 @@ def resume(setup: Setup, checkpoint: tuple[Path, dict] | None, record: dict[str,
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
+    say_if_rate_differs(setup, progress.step, manifest, learning_rate_at)
     say_if_rows_do_not_follow(setup, progress)
     say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
     say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
