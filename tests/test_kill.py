@@ -344,7 +344,7 @@ def wait_for_step(processes: list[subprocess.Popen], done: Done, launches: int) 
                 return
         time.sleep(0.02)
     [kill_tree(process) for process in processes]
-    raise AssertionError("no step was reached:\n" + "\n".join(process.communicate()[0] for process in processes))
+    raise AssertionError("no step was reached:\n" + "\n".join(process.communicate()[0] or "" for process in processes))
 
 
 def assert_stopped(done: Done, output: str, launches: int) -> None:
