@@ -96,6 +96,7 @@ FOREIGN_NAMES = {
     "data.packing": "sample_packing",
     "data.eval_fraction": "val_set_size validation_split_percentage",
     "data.eval_source": "validation_file",
+    "eval.at_start": "eval_on_start",
     "data.files": "train_file",
     "data.sources": "datasets dataset_mixer",
     "data.path": "dataset_name",

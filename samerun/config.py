@@ -262,6 +262,8 @@ class Optim(Section):
 class Eval(Section):
     follow: MayChange[str | None] = None
     """Name of the evaluation that decides, and whose loss is eval/loss; null takes the first of several."""
+    at_start: MayChange[bool] = False
+    """Also evaluate before the first step."""
     max_rows: MayChange[PositiveInt | None] = None
     """Evaluate on this many rows of each source, the first ones; null evaluates on all."""
     prompts: MayChange[Texts] = []
@@ -307,11 +309,10 @@ class Config(Section):
         pushes_best = self.run.hub is not None and self.run.hub.every == "best"
         require(self.run.keep_best or not pushes_best, "run.hub: every best needs run.keep_best")
         require(evaluates or not self.eval.prompts, "eval.prompts need data.eval_fraction or data.eval_source")
-        has_regular_evaluations = evaluates and self.run.eval_every
-        require(
-            has_regular_evaluations or not self.run.patience,
-            "run.patience needs data.eval_fraction or eval_source, and run.eval_every",
-        )
+        require(evaluates or not self.eval.at_start, "eval.at_start needs data.eval_fraction or data.eval_source")
+        regular = evaluates and self.run.eval_every
+        needed = "run.patience needs data.eval_fraction or eval_source, and run.eval_every"
+        require(regular or not self.run.patience, needed)
         dtype_fits = self.model.dtype == "float32" or self.model.lora is not None
         require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
         self.check_batch()

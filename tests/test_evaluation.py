@@ -58,6 +58,28 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
     assert "Evaluations: masked (5 rows), others-2 (5 rows); eval/loss is that of masked" in done.output
 
 
+def test_an_evaluation_before_the_first_step(several, tmp_path):
+    """eval.at_start: of the model as it was before, and the run is the same. It counts for run.patience, and is no
+    checkpoint for run.keep_best, though it is the best one."""
+    config, rows = several
+    config = config | {"run": config["run"] | {"eval_every": 2, "save_every": 2, "keep_best": True}}
+    config["optim"] = config["optim"] | {"learning_rate": 3.0, "warmup_steps": 0}  # From step to step, it gets worse.
+    plain = run(tmp_path, config, "--run.output_dir", tmp_path / "plain")
+    done = run(tmp_path, config, "--eval.at_start", "true", "--run.patience", 2)
+    assert [line["step"] for line in done.metrics if "eval/loss" in line] == [0, 2, 4]
+    assert [line["step"] for line in plain.metrics if "eval/loss" in line] == [2, 4, 6, 8]
+    start = transformers.AutoModelForCausalLM.from_pretrained(
+        config["model"]["pretrained"], attn_implementation="eager"
+    )
+    first, *later = (line for line in done.metrics if "eval/loss" in line)
+    for name in rows:
+        assert first[f"eval/{name}/loss"] == pytest.approx(evaluation_loss(start, rows[name]), rel=5e-7)
+    losses = [line["eval/loss"] for line in later]
+    assert done.losses == plain.losses[:4] and losses == plain.logged("eval/loss")[:2]
+    assert first["eval/loss"] < min(losses)
+    assert f"/model (step-{2 if losses[0] < losses[1] else 4:08d}) loads" in done.output
+
+
 def test_samples_are_drawn_by_the_seed(tmp_path):
     """Of eval.prompts, one after the other, at eval.temperature. What drops out in training does so after them, too."""
     config = tiny_config(tmp_path)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -35,7 +35,7 @@ class Progress:
     step: NonNegativeInt = 0
     skipped_steps: NonNegativeInt = 0  # Steps without an update: a number was not finite, or no row had a target.
     skipped_in_a_row: NonNegativeInt = 0  # How many of the last steps, because a number was not finite.
-    evaluated_step: NonNegativeInt = 0  # The last step with a complete evaluation.
+    evaluated_step: Annotated[int, Field(ge=-1)] = -1  # The last step with a complete evaluation; -1: none.
     rows: NonNegativeInt = 0
     tokens: NonNegativeInt = 0  # Padding included.
     real_tokens: NonNegativeInt = 0
@@ -58,8 +58,8 @@ class Progress:
             setattr(self, name, getattr(self, name) + count)
 
     def note_loss(self, loss: float) -> None:
-        """Remember the evaluation loss after this step if it is the best so far."""
-        if loss < self.best_loss:
+        """Remember the evaluation loss after this step if it is the best so far. Step 0 has no checkpoint."""
+        if self.step and loss < self.best_loss:
             self.best_loss, self.best_checkpoint = loss, checkpoint_name(self.step)
 
     def count_evaluation(self, loss: float) -> None:

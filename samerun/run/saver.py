@@ -32,7 +32,7 @@ class Saver:
         self.pending: list[Future] = []
         self.after_save = AfterSave(setup.config.run.after_save)
         self.pushes = PushCheckpoints(setup.config)
-        self.saved_step = 0  # The last one with a checkpoint in the folder of this run. Step 0 needs none.
+        self.saved_step = 0  # The last one with a checkpoint in the folder of this run.
         if checkpoint and checkpoint[0].parent == self.folder:
             self.saved_step = checkpoint[1]["step"]
             self.after_save.make_up_for(checkpoint[0])
@@ -40,8 +40,10 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Returns as soon as the state is copied to the memory of the host.
 
-        If the step has a checkpoint already, only its manifest is written anew, once it is complete.
+        If the step has a checkpoint already, only its manifest is written anew, once it is complete. Step 0 needs none.
         """
+        if progress.step == 0:
+            return
         keep = self.setup.config.run.keep_checkpoints
         if progress.step == self.saved_step:
             self.in_background(progress, note_in_checkpoint, self.folder, keep, asdict(progress))

@@ -71,8 +71,11 @@ class Setup:
 
     def lacks_evaluation(self, progress: Progress) -> bool:
         """Whether the last step is to be evaluated, and is not yet."""
-        is_due = self.eval_data and self.is_due(progress.step, self.config.run.eval_every)
-        return bool(is_due) and progress.evaluated_step < progress.step
+        if not self.eval_data or progress.evaluated_step >= progress.step:
+            return False
+        if progress.step == 0:
+            return self.config.eval.at_start
+        return self.is_due(progress.step, self.config.run.eval_every)
 
     @property
     def plan(self) -> Plan:

@@ -255,6 +255,7 @@ def evaluation(house: House) -> None:
     house.drop_definition("Data.eval_sources")
     house.drop_setting("run.eval_every", 0)
     house.drop_setting("eval.follow", None)
+    house.drop_setting("eval.at_start", False)
     house.drop_setting("eval.max_rows", None)
     house.drop_setting("data.eval_fraction", 0)
     house.drop_setting("data.eval_source", None)
