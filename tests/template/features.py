@@ -47,6 +47,8 @@ def samples(house: House) -> None:
     house.drop_definition("encode_prompt")
     house.drop_definition("check_prompts")
     house.drop_statements("evaluate_step", "sampling")
+    own = "An evaluation of your own that generates does so as sample() in samerun/run/sample.py, with transformers' masks."
+    house.reword(f"\n\n    {own}\n    ", "")
     house.drop_setting("eval.prompts", [])
     house.drop_setting("eval.max_new_tokens", 0)
     house.drop_setting("eval.temperature", 0)
@@ -124,7 +126,7 @@ def compile(house: House) -> None:
     for function in "loss_in_chunks", "chunk_size":
         house.drop_parameter(function, "is_compiled", False)
     house.drop_statements("compute_loss", "is_compiled")
-    house.reword(" With model.compile, torch compiles this function on a GPU.", "")
+    house.reword("\n    With model.compile, torch compiles this function on a GPU.", "")
     house.reword(' and config.compile != "full"  # That compiles the whole loss.', "")
     house.drop_setting("model.compile", "none")
     house.reword('torch.compiler.set_stance("force_eager"),', "")
