@@ -313,6 +313,14 @@ def test_what_is_learned_of_a_row(tmp_path, tokenizer, shown):
     assert describe_row(data, 0, tokenizer) == shown
 
 
+def test_a_character_is_shown_with_its_last_token(tmp_path):
+    """Its first token may be one that is not learned, as that of a document never is."""
+    rows = [{"input_ids": [*"éaé".encode()], "labels": [-100, -100, -100, -100, 169]}]
+    data = training_rows(Data(path=str(write_rows(tmp_path / "rows", rows)), format="tokens", sequence_length=7))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path / "tokenizer", None))
+    assert describe_row(data, 0, tokenizer) == "éa«é»"
+
+
 def test_prepare_shows_rows(tmp_path, capsys):
     """Of a conversation, what the assistant says and the end of its turn."""
     said = {"user": "«1»?", "assistant": "Två"}

@@ -58,6 +58,8 @@ def describe_row(data: Dataset, row: int, tokenizer: transformers.PreTrainedToke
             document, before = begin, ""
             text += "\n--- next document\n" if begin else ""
         whole = decode(ids[document:end])  # A tokenizer may drop the space before the first token that it decodes.
+        if end < len(ids) and not begins[end]:
+            whole = whole.rstrip("\N{REPLACEMENT CHARACTER}")  # Part of a character, which goes with its last token.
         part = whole[len(before) :]
         text += f"«{part}»" if is_learned[begin] else part
         before = whole
