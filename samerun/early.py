@@ -16,8 +16,8 @@ PR_SET_PDEATHSIG = 1  # Of prctl() in Linux.
 
 
 def begin(is_script: bool) -> float | None:
-    """Call it before the libraries are imported. Returns the time of the call, by time.perf_counter(), which is the
-    start of a launch only in a script: other programs import train.py long before, or call main() several times."""
+    """Call it before the libraries are imported. Returns when the launch began, by time.perf_counter(), if this is a
+    script; otherwise None, because a program that imports train.py calls main() later, and perhaps several times."""
     started = time.perf_counter()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["DATASETS_VERBOSITY"] = "critical"
