@@ -39,11 +39,12 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
-from samerun.config import flatten
+from samerun.config import ROWS, Optim, flatten
 from samerun.meeting import Meeting
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run import saver as saver_room
+from samerun.run.changes import say_if_rate_differs, say_if_rows_repeat
 from samerun.run.checkpoint import Progress
 
 STEPS = list(range(1, 31))
@@ -557,6 +558,32 @@ def test_changed_data_is_refused(tmp_path):
     assert "The run goes on 50 rows after the beginning of the new ones" in done.output
 
 
+def test_without_a_step_left_nothing_is_said_of_the_next_ones(tmp_path):
+    """As where a checkpoint is only evaluated: neither rate nor rows matter any more."""
+    config = tiny_config(tmp_path)
+    config["optim"]["warmup_steps"] = 2
+    before = run(tmp_path, config, "--run.max_steps", 10, "--run.save_every", 5)
+    others = *resume_from(before, 5), "--run.seed", 9, "--run.allow_changes", "[run.seed]"
+    for steps in 5, 6:
+        done = run(tmp_path, config, *others, "--run.output_dir", tmp_path / f"to-{steps}", "--run.max_steps", steps)
+        for told in "Step 5 had a learning rate of", "Earlier steps had other rows":
+            assert (told in done.output) == (steps > 5)
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default(capsys):
+    """One of a fork, which its learning rate depends on."""
+
+    class OptimOfFork(Optim):
+        share: float = 1.0
+
+    def learning_rate_at(config, step, max_steps, peak):
+        return peak * config.share
+
+    setup = SimpleNamespace(config=SimpleNamespace(optim=OptimOfFork(learning_rate=0.5, share=0.1)), max_steps=9)
+    say_if_rate_differs(setup, 5, {"config": {"optim.learning_rate": 0.5}, "max_steps": 9}, learning_rate_at)
+    assert "Step 5 had a learning rate of 0.5; on this schedule, it would have had 0.05." in capsys.readouterr().out
+
+
 def test_another_batch_that_is_allowed(tmp_path):
     """The rows follow from the step, as if all steps had had that batch. That is said, and how to go on in order."""
     config = tiny_config(tmp_path)
@@ -823,6 +850,21 @@ def test_a_config_beside_a_checkpoint(again, tmp_path):
     shutil.rmtree(first.folder / "checkpoints" / "step-00000030")
     done = run(tmp_path, config)
     assert done.launches == [0, 25] and "passed over" not in done.output
+
+
+def test_what_init_from_says_of_the_rows(capsys):
+    """Another seed would make data.eval_fraction hold out what the weights have learned, so it is no advice there."""
+
+    def told(seed, fraction, path="a"):
+        theirs = {"run.seed": 1, "data.eval_fraction": fraction, "data.path": "a", ROWS: 1}
+        ours = theirs | {"run.seed": seed, "data.path": path, ROWS: 1 if (seed, path) == (1, "a") else 2}
+        say_if_rows_repeat(Path("x"), theirs, ours)
+        return capsys.readouterr().out
+
+    same = "run.init_from: x is of a run that began with the same rows"
+    assert told(1, 0.0) == f"{same}; another run.seed gives another order.\n" and told(1, 0.1) == f"{same}.\n"
+    assert "hold out other documents, which x may have learned" in told(2, 0.1)
+    assert told(2, 0.0) == told(1, 0.1, path="b") == told(2, 0.1, path="b") == ""
 
 
 def test_init_from(whole, tmp_path):

@@ -111,9 +111,17 @@ def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], 
 
 
 def say_if_rows_repeat(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """run.init_from begins at step 0 of the order that the seed decides."""
-    if all(theirs.get(name) == ours[name] for name in (ROWS, "run.seed")):
-        say(f"run.init_from: {path} is of a run that began with the same rows; another run.seed gives another order.")
+    """run.init_from begins at step 0. The seed decides the order of rows, and which documents data.eval_fraction holds
+    out."""
+    is_same_seed = theirs.get("run.seed") == ours["run.seed"]
+    holds_out = ours.get("data.eval_fraction")
+    if is_same_seed and theirs.get(ROWS) == ours[ROWS]:
+        advice = "" if holds_out else "; another run.seed gives another order"
+        say(f"run.init_from: {path} is of a run that began with the same rows{advice}.")
+    is_same_data = all(theirs.get(name) == now for name, now in ours.items() if name.startswith("data."))
+    if holds_out and is_same_data and not is_same_seed:
+        told = "another run.seed makes data.eval_fraction hold out other documents"
+        say(f"run.init_from: {told}, which {path} may have learned.")
 
 
 def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -153,7 +161,7 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
     """With another batch than before, which run.allow_changes may let pass, a step stands for other rows."""
     step = progress.step + 1
     next_row = setup.stage_at(step).row_of(step)
-    if step <= setup.max_steps and next_row != progress.rows:
+    if next_row != progress.rows:
         say(
             f"Earlier steps had another batch: {progress.rows:,} rows are done, and step {step:,} begins after "
             f"{next_row:,} rows of the stream. To go on with the next row, list the steps so far in batch.warmup, and "
@@ -164,7 +172,9 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
 def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learning_rate_at: Callable) -> None:
     """Where a schedule of another length or kind goes on, the learning rate may jump after the step of a checkpoint."""
     now, settings = setup.config.optim, manifest["config"].items()
-    before = now.model_copy(update={k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")})
+    defaults = dict(type(now).model_construct())  # Of settings of a fork that are newer than the manifest.
+    theirs = {k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")}
+    before = now.model_copy(update=defaults | theirs)
     was = learning_rate_at(before, step, manifest.get("max_steps", step), before.learning_rate)
     would_be = learning_rate_at(now, step, setup.max_steps, now.learning_rate)
     if not math.isclose(was, would_be):

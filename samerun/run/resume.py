@@ -98,10 +98,11 @@ def resume(
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
-    say_if_rate_differs(setup, progress.step, manifest, learning_rate_at)
-    say_if_rows_do_not_follow(setup, progress)
-    say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
-    say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
+    if progress.step < setup.max_steps:  # All of this is about the steps to come.
+        say_if_rate_differs(setup, progress.step, manifest, learning_rate_at)
+        say_if_rows_do_not_follow(setup, progress)
+        say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
+        say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
