@@ -149,7 +149,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Mode:
-    """What a command line asks for in place of a launch: at most one of these, where the others are None."""
+    """What a command line asks for in place of a launch: at most one of these; the others are None."""
 
     plan: list[int] | None  # Numbers of processes.
     prepare: list[int] | None  # The rows to show.

@@ -225,6 +225,11 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     assert before.logged("eval/loss") and done.logged("train/loss") == []
     assert done.logged("eval/loss") == pytest.approx([evaluation_loss(model, rows)], rel=1e-6)
     assert "Finished already" in run(tmp_path, *command).output and len(done.logged("eval/loss")) == 1
+    both = f"{{same: {{path: {config['data']['eval_source']['path']}}}, more: {{path: {tmp_path / 'others'}}}}}"
+    to = "--run.output_dir", tmp_path / "added"
+    added = run(tmp_path, config, *resume_from(before, 5), "--data.eval_source", both, *to)
+    assert added.logged("eval/more/loss") == done.logged("eval/loss")  # Though eval/loss is of the same rows.
+    assert added.logged("eval/same/loss") == pytest.approx(before.logged("eval/loss")[-1:], rel=1e-6)
 
 
 def test_the_resolved_config_keeps_the_order(several, tmp_path):

@@ -111,15 +111,15 @@ def check_same_frozen(path: Path, theirs: dict[str, Any], ours: dict[str, Any], 
 
 
 def say_if_rows_repeat(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """run.init_from begins at step 0. The seed decides the order of rows, and which documents data.eval_fraction holds
-    out."""
-    is_same_seed = theirs.get("run.seed") == ours["run.seed"]
-    holds_out = ours.get("data.eval_fraction")
-    if is_same_seed and theirs.get(ROWS) == ours[ROWS]:
-        advice = "" if holds_out else "; another run.seed gives another order"
-        say(f"run.init_from: {path} is of a run that began with the same rows{advice}.")
+    """run.init_from begins at step 0 of the order that the seed decides."""
+    if all(theirs.get(name) == ours[name] for name in (ROWS, "run.seed")):
+        say(f"run.init_from: {path} is of a run that began with the same rows.")
+
+
+def say_if_others_are_held_out(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """The seed also decides which documents data.eval_fraction holds out."""
     is_same_data = all(theirs.get(name) == now for name, now in ours.items() if name.startswith("data."))
-    if holds_out and is_same_data and not is_same_seed:
+    if ours["data.eval_fraction"] and is_same_data and theirs.get("run.seed") != ours["run.seed"]:
         told = "another run.seed makes data.eval_fraction hold out other documents"
         say(f"run.init_from: {told}, which {path} may have learned.")
 

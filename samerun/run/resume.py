@@ -21,6 +21,7 @@ from samerun.run.changes import (
     check_unchanged,
     say_if_code_has_changed,
     say_if_launched_otherwise,
+    say_if_others_are_held_out,
     say_if_rate_differs,
     say_if_rows_are_others,
     say_if_rows_do_not_follow,
@@ -93,8 +94,8 @@ def resume(
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
         progress.forget_best()
         progress.forget_lowest()
-        if path.parent != setup.folder.checkpoints:  # A new folder has no evaluation of this step, so it is made there.
-            progress.evaluated_step = 0
+    if progress.step == setup.max_steps and path.parent != setup.folder.checkpoints:
+        progress.evaluated_step = -1  # The new folder has no evaluation of this step, and would end without any.
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()
@@ -118,6 +119,7 @@ def load_initial_weights(setup: Setup, path: Path, record: dict[str, Any]) -> No
         say(f"run.init_from: the model of these weights differs in {difference}.")
     load_checkpoint(path, setup.parallel, setup.wrapped, [])
     say_if_rows_repeat(path, manifest["config"], record["config"])
+    say_if_others_are_held_out(path, manifest["config"], record["config"])
 
 
 def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Path, dict] | None) -> bool:

@@ -40,7 +40,7 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Returns as soon as the state is copied to the memory of the host.
 
-        If the step has a checkpoint already, only its manifest is written anew, once it is complete. Step 0 needs none.
+        If the step has a checkpoint already, only its manifest is written anew, once it is complete. Step 0 has none.
         """
         if progress.step == 0:
             return

@@ -47,8 +47,8 @@ def samples(house: House) -> None:
     house.drop_definition("encode_prompt")
     house.drop_definition("check_prompts")
     house.drop_statements("evaluate_step", "sampling")
-    own = "An evaluation of your own that generates does so as sample() in samerun/run/sample.py, with transformers' masks."
-    house.reword(f"\n\n    {own}\n    ", "")
+    own = "An evaluation of your own that generates does so as sample() in samerun/run/sample.py"
+    house.reword(f"\n\n    {own}, with transformers' masks.\n    ", "")
     house.drop_setting("eval.prompts", [])
     house.drop_setting("eval.max_new_tokens", 0)
     house.drop_setting("eval.temperature", 0)
@@ -234,6 +234,8 @@ def evaluation(house: House) -> None:
     house.drop_definition("evaluate_step")
     house.drop_definition("evaluate")
     house.reword('(progress.evaluated_step if "eval/loss" in line else progress.step)', "progress.step")
+    house.drop_statements("resume", "evaluated_step")
+    house.drop_definition("say_if_others_are_held_out")
     house.drop_field("Progress.evaluated_step")
     house.drop_definition("check_evaluations")
     house.drop_statements("check_vocabulary", "eval_data")
