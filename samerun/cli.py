@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from samerun.config import BatchStage, Config, Source, WeightedSource, config_fields, is_within
+from samerun.config import BatchStage, Config, Source, WeightedSource
+from samerun.dotted import config_fields, is_within
 from samerun.errors import UserError, one_line, prefix_errors, require
 from samerun.yaml12 import comment_in, parse_yaml
 

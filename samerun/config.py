@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from samerun.dotted import config_fields, setting_of
 from samerun.errors import UserError, require
 from samerun.value_types import Columns, Folder, Location, Text, Texts
 
@@ -428,33 +429,3 @@ def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
     advice = f"are whole numbers only in blocks of {sum(counts):,} rows, and {MAX_BLOCK:,} are the most; round them"
     require(sum(counts) <= MAX_BLOCK, f"data.sources: the weights {given} {advice}")
     return counts
-
-
-def setting_of(name: str) -> str:
-    """The dotted path of the setting that a longer path leads into."""
-    return ".".join(name.split(".")[:2])
-
-
-def is_within(name: str, setting: str) -> bool:
-    """Whether a dotted path leads to a setting, or into it."""
-    return f"{name}.".startswith(f"{setting}.")
-
-
-def config_fields(kind: type[Config]) -> dict[str, Any]:
-    """Every setting by its dotted path, those of a fork included, whose class of configs has more sections."""
-    known = {}
-    for section, holder in kind.model_fields.items():
-        for name, field in holder.annotation.model_fields.items():
-            known[f"{section}.{name}"] = field
-    return known
-
-
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """One dictionary with dotted names. An empty one is a value, unless it is a section, which then says nothing."""
-    flat = {}
-    for name, value in nested.items():
-        if isinstance(value, dict) and (value or not prefix):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

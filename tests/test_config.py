@@ -17,7 +17,7 @@ import yaml
 
 import train
 from samerun.cli import FOREIGN_NAMES, Export, Mode, load_config, take_mode
-from samerun.config import config_fields
+from samerun.dotted import config_fields
 from samerun.errors import UserError
 from samerun.yaml12 import to_yaml
 

@@ -15,6 +15,7 @@ FLOORS = {
     "errors": 1,
     "files": 1,
     "yaml12": 1,
+    "dotted": 1,
     "value_types": 2,
     "meeting": 2,
     "config": 2,

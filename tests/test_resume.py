@@ -39,7 +39,8 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
-from samerun.config import Optim, flatten
+from samerun.config import Optim
+from samerun.dotted import flatten
 from samerun.meeting import Meeting
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room

@@ -16,8 +16,9 @@ import datasets
 import torch
 import transformers
 
-from samerun.config import FROZEN, Config, evaluation_title, flatten
+from samerun.config import FROZEN, Config, evaluation_title
 from samerun.data.rows import Dataset
+from samerun.dotted import flatten
 from samerun.errors import AgreedError
 from samerun.meeting import Meeting
 from samerun.model.outline import check_kind

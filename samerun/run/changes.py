@@ -7,8 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from samerun.cli import is_within
-from samerun.config import FROZEN, GONE, MAY_CHANGE, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
+from samerun.config import FROZEN, GONE, MAY_CHANGE, ROW_ORDER, ROWS, Config
+from samerun.dotted import config_fields, flatten, is_within, setting_of
 from samerun.errors import UserError, require, say
 from samerun.run.agreement import OF_NO_MODEL
 from samerun.run.checkpoint import Progress

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from samerun.cli import Export
-from samerun.config import FROZEN, Config, flatten
+from samerun.config import FROZEN, Config
 from samerun.data.encode import number_of_ids
+from samerun.dotted import flatten
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting

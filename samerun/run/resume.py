@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from samerun.config import FROZEN, ROW_ORDER, ROWS, Config, config_fields, flatten, setting_of
+from samerun.config import FROZEN, ROW_ORDER, ROWS, Config
+from samerun.dotted import config_fields, flatten, setting_of
 from samerun.errors import Stopped, require, say
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import settings_of

@@ -17,7 +17,8 @@ from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import House, constant, read, write
 
-from samerun.config import Config, config_fields
+from samerun.config import Config
+from samerun.dotted import config_fields
 
 HOUSE = read(ROOT, *SOURCE)
 # Each feature alone, and all of them. Evaluation takes the samples, the best checkpoint and patience along, and FSDP
@@ -99,7 +100,7 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     fork = importlib.import_module("train")
     assert fork.__file__ == str(tmp_path / "fork" / "train.py")
     theirs = importlib.import_module("samerun.config")
-    gone = config_fields(Config).keys() - theirs.config_fields(theirs.Config).keys()
+    gone = config_fields(Config).keys() - config_fields(theirs.Config).keys()
     assert not [name for name in gone if rest.mentions_setting(name)]
     kept = {section: dict(settings) for section, settings in config.items()}
     for section, name in (name.split(".") for name in gone):

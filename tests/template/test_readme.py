@@ -29,7 +29,8 @@ from warm import environments
 
 import train
 from samerun.cli import load_config, take_mode
-from samerun.config import Config, config_fields
+from samerun.config import Config
+from samerun.dotted import config_fields
 from samerun.parallel.layout import REFUSED
 
 PAGES = [ROOT / folder / "README.md" for folder in ("", "accelerate_configs", "configs", "tests", "tests/benchmarks")]

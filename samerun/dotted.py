@@ -1,0 +1,35 @@
+"""Settings by their dotted paths, such as optim.learning_rate."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def setting_of(name: str) -> str:
+    """The dotted path of the setting that a longer path leads into."""
+    return ".".join(name.split(".")[:2])
+
+
+def is_within(name: str, setting: str) -> bool:
+    """Whether a dotted path leads to a setting, or into it."""
+    return f"{name}.".startswith(f"{setting}.")
+
+
+def config_fields(kind: type[BaseModel]) -> dict[str, Any]:
+    """Every setting by its dotted path, those of a fork included, whose class of configs has more sections."""
+    known = {}
+    for section, holder in kind.model_fields.items():
+        for name, field in holder.annotation.model_fields.items():
+            known[f"{section}.{name}"] = field
+    return known
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """One dictionary with dotted names. An empty one is a value, unless it is a section, which then says nothing."""
+    flat = {}
+    for name, value in nested.items():
+        if isinstance(value, dict) and (value or not prefix):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
