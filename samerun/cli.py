@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from samerun.config import BatchStage, Config, Source, WeightedSource
+from samerun.config import BatchStage, Config, Source, WeightedSource, WeightStage
 from samerun.dotted import config_fields, is_within
 from samerun.errors import UserError, one_line, prefix_errors, require
 from samerun.yaml12 import comment_in, parse_yaml
@@ -117,6 +117,8 @@ def nearest_setting(path: str, kind: type[Config]) -> str:
     """A hint for a key that does not exist: the same name in another section, another trainer's, or a similar one."""
     if path.startswith("batch.warmup."):
         return f"a stage has {', '.join(BatchStage.model_fields)}"
+    if path.startswith("data.stages."):
+        return f"a stage has {', '.join(WeightStage.model_fields)}"
     known = config_fields(kind)
     section, _, key = path.rpartition(".")
     if path in known:

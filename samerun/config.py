@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from samerun.dotted import config_fields, setting_of
+from samerun.dotted import config_fields, eval_setting, setting_of
 from samerun.errors import UserError, require
 from samerun.value_types import Columns, Folder, Location, Text, Texts
 
@@ -151,7 +151,7 @@ Sources = Annotated[
 
 
 class WeightedSource(Source):
-    weight: PositiveFloat
+    weight: NonNegativeFloat
     """Share of the rows, in proportion to the weights of the other sources."""
     format: Literal["text", "chat", "tokens"] | None = None
     """What a document of this source is; null is data.format."""
@@ -159,9 +159,18 @@ class WeightedSource(Source):
     """Column of the documents of this source, or two of pairs; null is data.column."""
 
 
+class WeightStage(Section):
+    from_step: int = Field(ge=2)
+    """The first step with these weights."""
+    weights: dict[Text, NonNegativeFloat]
+    """The weight of each source."""
+
+
 class Data(Source):
     sources: dict[str, WeightedSource] | None = None
     """In place of path or files: several sources by name, each with its path or files and a weight."""
+    stages: list[WeightStage] = []
+    """Other weights of the sources, each from a step on: [{from_step: 8001, weights: {NAME: WEIGHT}}]."""
     format: Literal["text", "chat", "tokens"] = "text"
     """What a document is: a text; a chat, a list of role and content; or tokens, input_ids with optional labels."""
     column: Columns = []
@@ -195,6 +204,12 @@ class Data(Source):
     def has_chats(self) -> bool:
         """Whether the model learns conversations, maybe as one source of several."""
         return self.format == "chat" or any(source.format == "chat" for source in (self.sources or {}).values())
+
+    def weight_stages(self) -> list[tuple[int, dict[str, float]]]:
+        """(first step, weight of each source) of each stage of the mixture."""
+        first = {name: source.weight for name, source in self.sources.items()}
+        later = [(stage.from_step, {name: stage.weights[name] for name in first}) for stage in self.stages]
+        return [(1, first), *later]
 
     @property
     def eval_sources(self) -> dict[str, Source]:
@@ -327,6 +342,7 @@ class Config(Section):
 
     def check_sources(self) -> None:
         if not self.data.sources:
+            require(not self.data.stages, "data.stages: are of data.sources, and there are none")
             return
         for name, source in self.data.sources.items():
             where = f"data.sources.{name}"
@@ -336,11 +352,27 @@ class Config(Section):
             alike = is_tokens == (self.data.format == "tokens")
             advice = "tokenize all sources and give data.format: tokens, or none"
             require(alike, f"{where}.format: tokens do not mix with texts or chats; {advice}")
-        rows_per_block(self.data.sources)
+        self.check_stages()
         epochs = "data.sources: each has epochs of its own, so give run.max_steps or run.max_tokens, not run.max_epochs"
         require(not self.run.max_epochs, epochs)
         first_only = self.data.eval_fraction and self.eval.max_rows
         require(not first_only, "eval.max_rows: would take held-out rows of the first of data.sources only; use null")
+
+    def check_stages(self) -> None:
+        """Each stage of a mixture weighs all sources, and begins within the run."""
+        names, before = self.data.sources.keys(), 1
+        for number, stage in enumerate(self.data.stages):
+            where = f"data.stages.{number}"
+            advice = f"give one for each of {', '.join(names)}, and 0 for no rows of it"
+            require(stage.weights.keys() == names, f"{where}.weights: are of {', '.join(stage.weights)}; {advice}")
+            require(stage.from_step > before, f"{where}.from_step: must be later than {before}, where others begin")
+            before = stage.from_step
+        if self.data.stages:
+            steps = self.run.max_steps
+            require(steps, "data.stages: begin at steps, so give run.max_steps as the length of the run")
+            require(before <= steps, f"data.stages: the last one begins with step {before}, and the run has {steps}")
+        for number, (_, weights) in enumerate(self.data.weight_stages()):
+            rows_per_block(f"data.stages.{number - 1}.weights" if number else "data.sources", weights)
 
     def check_eval_sources(self) -> None:
         """The names of several sources become a part of the names of their metrics."""
@@ -407,11 +439,6 @@ def check_source(setting: str, source: Source, choices: list[str]) -> None:
 EVAL_METRICS = ("loss", "perplexity", "bits_per_byte")  # Each as eval/METRIC or eval/NAME/METRIC.
 
 
-def eval_setting(name: str) -> str:
-    """The dotted path of an evaluation's source. The only one has no name."""
-    return f"data.eval_source.{name}" if name else "data.eval_source"
-
-
 def evaluation_title(name: str) -> str:
     return f"Evaluation {name}" if name else "Evaluation"
 
@@ -419,13 +446,14 @@ def evaluation_title(name: str) -> str:
 MAX_BLOCK = 10_000  # Rows of a block of a mixture, in which the share of each source is exact.
 
 
-def rows_per_block(sources: dict[str, WeightedSource]) -> list[int]:
+def rows_per_block(setting: str, weights: dict[str, float]) -> list[int]:
     """How many rows of each source there are in a block: the smallest whole numbers in the ratio of the weights."""
-    weights = [Fraction(str(source.weight)) for source in sources.values()]
+    require(any(weights.values()), f"{setting}: all weights are 0")
+    weights = [Fraction(str(weight)) for weight in weights.values()]
     denominator = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * denominator) for weight in weights]
     counts = [number // math.gcd(*whole) for number in whole]
     given = " and ".join(str(float(weight)) for weight in weights)
     advice = f"are whole numbers only in blocks of {sum(counts):,} rows, and {MAX_BLOCK:,} are the most; round them"
-    require(sum(counts) <= MAX_BLOCK, f"data.sources: the weights {given} {advice}")
+    require(sum(counts) <= MAX_BLOCK, f"{setting}: the weights {given} {advice}")
     return counts

@@ -15,6 +15,11 @@ def is_within(name: str, setting: str) -> bool:
     return f"{name}.".startswith(f"{setting}.")
 
 
+def eval_setting(name: str) -> str:
+    """The dotted path of an evaluation's source. The only one has no name."""
+    return f"data.eval_source.{name}" if name else "data.eval_source"
+
+
 def config_fields(kind: type[BaseModel]) -> dict[str, Any]:
     """Every setting by its dotted path, those of a fork included, whose class of configs has more sections."""
     known = {}

@@ -15,7 +15,7 @@ from test_models import HostReads
 
 import train
 from samerun.cli import help_text, load_config
-from samerun.config import Data, WeightedSource, rows_per_block
+from samerun.config import Data, rows_per_block
 from samerun.data.load import load_data
 from samerun.data.rows import Dataset, check_token_ids
 from samerun.errors import UserError
@@ -27,12 +27,18 @@ WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
 COUNTS = {"web": 5, "code": 3, "math": 2}
 
 
-def mixed(seed: int, count: int, counts: dict[str, int], sizes: dict[str, int]) -> list[tuple[str, int]]:
-    """The first rows of the stream as (source, row of the source), in plain integers, from the documentation."""
-    slots = [name for name, times in counts.items() for _ in range(times)]
-    order = shuffled((seed + 1) % 2**32, len(slots), count)
+def mixed(seed: int, count: int, counts: dict[str, int], sizes: dict[str, int], later=()) -> list[tuple[str, int]]:
+    """The first rows of the stream as (source, row of the source), in plain integers, from the documentation.
+
+    `later` has (position, counts) of each stage of data.stages.
+    """
+    sources = []
+    for number, (begin, times) in enumerate([(0, counts), *later]):
+        slots = [name for name in times for _ in range(times[name])]
+        order = shuffled((seed + 1 + number) % 2**32, len(slots), count)
+        sources = sources[:begin] + [slots[slot] for slot in order]
     own = {name: iter(shuffled(seed, size, count)) for name, size in sizes.items()}
-    return [(slots[slot], next(own[slots[slot]])) for slot in order]
+    return [(source, next(own[source])) for source in sources[:count]]
 
 
 @pytest.fixture
@@ -77,6 +83,23 @@ def test_the_stream(folder, seed):
     assert rows_read(data, far, 5) == rows_read(data, far - 3, 8)[3:]
 
 
+@pytest.mark.parametrize("seed", [0, 2**32 - 2])
+def test_the_stream_of_stages(folder, seed):
+    """From any position on, also across the places where the weights change, in the middle of a block or not."""
+    data = training_rows(config_of(folder), seed=seed)
+    later = (37, {"web": 1, "code": 0, "math": 3}), (40, {"web": 0, "code": 1, "math": 0}), (60, COUNTS)
+    for position, counts in later:
+        data.begin_stage(position, list(counts.values()))
+    expected = mixed(seed, 400, COUNTS, SIZES, later)
+    assert rows_read(data, 0, 400) == expected
+    for start, count in (0, 37), (36, 1), (36, 2), (37, 1), (39, 1), (39, 2), (30, 40), (38, 3), (61, 7), (395, 5):
+        assert rows_read(data, start, count) == expected[start : start + count]
+    for position in 0, 5, 37, 39, 40, 41, 60, 73, 399:
+        of_sources = [source for source, _ in expected[:position]]
+        assert data.count_before(position) == {name: of_sources.count(name) for name in SIZES}
+    assert data.rows_at(50, 0).tolist() == []
+
+
 def test_a_source_does_not_notice_the_others(folder):
     some = training_rows(config_of(folder, ["web", "math"]), seed=3)
     all = training_rows(config_of(folder), seed=3)
@@ -105,17 +128,18 @@ def test_a_single_source_is_the_short_form(folder):
         ([1e-3, 0.999], [1, 999]),
         ([2.5], [1]),
         ([1 / 3, 2 / 3], [1, 2]),
+        ([0.0, 0.5, 1.5], [0, 1, 3]),
         ([0.33333, 0.66666, 0.00001], None),
         ([1e-5, 1], None),
     ],
 )
 def test_rows_per_block(weights, counts):
-    sources = {f"s{at}": WeightedSource(path="x", weight=weight) for at, weight in enumerate(weights)}
+    weights = {f"s{at}": weight for at, weight in enumerate(weights)}
     if counts:
-        assert rows_per_block(sources) == counts
+        assert rows_per_block("data.sources", weights) == counts
     else:
         with pytest.raises(UserError, match="data.sources: the weights .* 10,000 are the most; round them"):
-            rows_per_block(sources)
+            rows_per_block("data.sources", weights)
 
 
 def test_a_share_of_each_source_is_held_out(folder):
@@ -205,6 +229,45 @@ def test_the_run_is_that_of_a_plain_loop(truth, tmp_path):
         assert difference(other.weights, done.weights) < 1e-5
         assert other.losses == pytest.approx(done.losses[LOG_EVERY - 1 :: LOG_EVERY][-len(other.losses) :], rel=1e-6)
         check_sources(other, expected)
+
+
+STAGES = [
+    {"from_step": 4, "weights": {"web": 0, "code": 0.5, "math": 0.5}},
+    {"from_step": 9, "weights": {"math": 3, "web": 2, "code": 1}},
+]
+
+
+def test_weights_that_change_with_the_step(truth, tmp_path):
+    """A plain loop over the rows of the stages, of growing batches: 2 x 5 rows, then 10. So is the run of two
+    processes, that of one, and that of one which goes on after step 5 with stages that were unknown until then."""
+    config, _, _ = truth
+    _, rows = mixed_config(tmp_path / "rows")
+    order = {name: COUNTS[name] for name in sorted(COUNTS)}  # write_config() sorts the sources.
+    later = (20, {"code": 1, "math": 1, "web": 0}), (70, {"code": 1, "math": 3, "web": 2})
+    stream = mixed(config["run"]["seed"], 110, order, SIZES, later)
+    begins = [0, 5, *range(10, 120, 10)]
+
+    def rows_of(step: int) -> list[dict]:
+        return [rows[name][row] for name, row in stream[begins[step - 1] : begins[step]]]
+
+    did = train_reference(config, rows_of)
+    warmup = "--batch.warmup", json.dumps([{"steps": 2, "rows": 5}])
+    stages = "--data.stages", json.dumps(STAGES)
+    done = launch(tmp_path, config, *warmup, *stages, "--run.log_every", 1, processes=2, warm=True)
+    did.check(done)
+    seen = {name: sum(name == source for source, _ in stream) for name in SIZES}
+    for name, size in SIZES.items():
+        assert f"Source {name}: {size} rows, seen {seen[name] / size:.2f} times in the run" in done.output
+    assert [line["train/token_share/web"] for line in done.metrics if "train/token_share/web" in line][3:8] == [0] * 5
+
+    known = "--data.stages", json.dumps(STAGES[:1])
+    half = "--run.output_dir", tmp_path / "half"
+    run(tmp_path, config, *half, *warmup, *known, "--run.max_steps", 5)
+    changed = run(tmp_path, config, *half, *warmup, *stages, expect=2)
+    assert "data.stages: " in changed.output and "--run.allow_changes '[data.stages]'" in changed.output
+    resumed = run(tmp_path, config, *half, *warmup, *stages, "--run.allow_changes", "[data.stages]")
+    assert difference(resumed.weights, done.weights) < 1e-5
+    assert "repeats rows" not in resumed.output
 
 
 AS_GPU = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
@@ -353,6 +416,7 @@ def test_a_run_with_other_weights_says_where_its_sources_go_on(tmp_path):
     done = run(tmp_path, config, *allowed, "--run.max_steps", 8)
     moves = "code after about 30 rows, not 18; math after about 10 rows, not 12; web after about 20 rows, not 30."
     assert f"leaves out or repeats rows: {moves}" in done.output
+    assert "give the new ones in data.stages, from_step 7 or later." in done.output
     assert "repeats rows" not in run(tmp_path, config, *allowed, "--run.max_steps", 9).output
 
 
@@ -379,8 +443,28 @@ A = {"path": "x", "weight": 1}
     [
         ({"sources": {"a": A}, "path": "x"}, "data: give exactly one of path, files, sources"),
         ({"sources": {}}, "data: give exactly one of path, files, sources"),
-        ({"sources": {"a": A | {"weight": 0}}}, "data.sources.a.weight: Input should be greater than 0"),
-        ({"sources": {"a": A | {"weight": -0.5}}}, "data.sources.a.weight: Input should be greater than 0"),
+        ({"sources": {"a": A | {"weight": 0}}}, "data.sources: all weights are 0"),
+        ({"sources": {"a": A | {"weight": -0.5}}}, "data.sources.a.weight: Input should be greater than or equal to 0"),
+        ({"path": "x", "stages": [{"from_step": 9, "weights": {"a": 1}}]}, "data.stages: are of data.sources"),
+        (
+            {"sources": {"a": A, "b": A}, "stages": [{"from_step": 9, "weights": {"a": 1}}]},
+            "data.stages.0.weights: are of a; give one for each of a, b, and 0 for no rows of it",
+        ),
+        ({"sources": {"a": A}, "stages": [{"from_step": 1, "weights": {"a": 1}}]}, "data.stages.0.from_step: Input"),
+        (
+            {"sources": {"a": A}, "stages": [{"from_step": step, "weights": {"a": 1}} for step in (7, 7)]},
+            "data.stages.1.from_step: must be later than 7, where others begin",
+        ),
+        (
+            {"sources": {"a": A}, "stages": [{"from_step": 21, "weights": {"a": 1}}]},
+            "data.stages: the last one begins with step 21, and the run has 20",
+        ),
+        ({"sources": {"a": A}, "stages": [{"from_step": 9, "weights": {"a": 0}}]}, "data.stages.0.weights: all weig"),
+        (
+            {"sources": {"a": A, "b": A}, "stages": [{"from_step": 9, "weights": {"a": 1e-6, "b": 1}}]},
+            "data.stages.0.weights: the weights 1e-06 and 1.0 are whole numbers only in blocks of 1,000,001 rows",
+        ),
+        ({"sources": {"a": A}, "stages": [{"step": 9}]}, "data.stages.0.step: unknown key; a stage has from_step, wei"),
         ({"sources": {"a": {"path": "x"}}}, "data.sources.a.weight: Field required"),
         ({"sources": {"a": {"weight": 1}}}, "data.sources.a: give exactly one of path, files"),
         ({"sources": {"a": A | {"files": "y"}}}, "data.sources.a: give exactly one of path, files"),
@@ -404,7 +488,7 @@ A = {"path": "x", "weight": 1}
     ],
 )
 def test_bad_sources(tmp_path, data, words):
-    config = {"run": {"max_steps": 1}, "batch": {"global_batch_size": 1}, "model": {"pretrained": "x"}, "data": data}
+    config = {"run": {"max_steps": 20}, "batch": {"global_batch_size": 1}, "model": {"pretrained": "x"}, "data": data}
     config["eval"] = {"max_rows": 3}
     (tmp_path / "c.yaml").write_text(json.dumps(config))
     with pytest.raises(UserError) as error:
@@ -430,6 +514,9 @@ def test_epochs_and_an_empty_source(tmp_path):
     config, _ = mixed_config(tmp_path)
     done = run(tmp_path, config, "--run.max_steps", "null", "--run.max_epochs", 2, expect=2)
     assert "data.sources: each has epochs of its own" in done.output
+    stages = "--data.stages", json.dumps(STAGES)
+    done = run(tmp_path, config, *stages, "--run.max_steps", "null", "--run.max_tokens", 9000, expect=2)
+    assert "data.stages: begin at steps, so give run.max_steps as the length of the run" in done.output
     write_rows(tmp_path / "empty", [{"input_ids": [1]}])
     done = run(tmp_path, config, "--data.sources.web.path", tmp_path / "empty", expect=2)
     assert "error: data.sources.web: data or data.eval_source: there is no target token" in done.output

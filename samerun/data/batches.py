@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from samerun.data.rows import Dataset, Mixture
+from samerun.data.mixture import Mixture
+from samerun.data.rows import Dataset
 from samerun.plan import Stage
 
 

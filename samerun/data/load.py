@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import datasets
 from filelock import FileLock, Timeout
 
-from samerun.config import Data, Source, eval_setting, evaluation_title, rows_per_block
+from samerun.config import Data, Source, evaluation_title, rows_per_block
 from samerun.data.index import load_rows
-from samerun.data.rows import Dataset, Mixture
+from samerun.data.mixture import Mixture
+from samerun.data.rows import Dataset
 from samerun.data.sources import cannot_use, data_cache, is_read_only
+from samerun.dotted import eval_setting
 from samerun.errors import as_user_error, is_main_process, prefix_errors, require, say
 from samerun.meeting import Meeting
 
@@ -26,7 +28,8 @@ def load_training_rows(
             own = {"format": source.format or config.format, "column": source.column or config.column}
             part = of_source(config, source).model_copy(update=own)
             loaded[name] = load_rows(part, tokenizer, made_by, seed, held_out, others)
-    return Mixture(loaded, rows_per_block(config.sources), seed)
+    _, weights = config.weight_stages()[0]
+    return Mixture(loaded, rows_per_block("data.sources", weights), seed)
 
 
 def of_source(config: Data, source: Source) -> Data:

@@ -1,8 +1,6 @@
-"""Rows on disk as an endless shuffled stream; mixtures of several sources in constant shares."""
+"""Rows on disk as an endless shuffled stream."""
 
 import itertools
-import json
-import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from samerun.config import Data
-from samerun.data.order import Order, running_sum, shuffle
+from samerun.data.order import Order, shuffle
 from samerun.errors import require
 
 
@@ -112,94 +110,6 @@ def mapped_file(file: str | Path) -> pa.Buffer:
     """Unlike numpy, pyarrow keeps no file open for this. There may be more of them than a process may open."""
     with pa.memory_map(str(file)) as opened:
         return opened.read_buffer()
-
-
-class Mixture(Dataset):
-    """Rows of several sources in the ratio of their weights, as one endless stream.
-
-    It is a sequence of blocks. In each, every source has the same number of rows, in an order that differs from block
-    to block. Each source goes through shuffled epochs of its own, and its rows follow one another as if it were alone.
-    The rows of all sources are numbered one source after the other.
-    """
-
-    def __init__(self, sources: dict[str, Dataset], counts: list[int], seed: int):
-        self.sources = sources
-        self.counts = counts
-        self.source_of_slot = np.repeat(np.arange(len(counts)), counts)
-        self.offsets = running_sum([len(data) for data in sources.values()])  # The first row of each.
-        # With the same seed, a source as large as a block would be in the order of the block.
-        self.order = Order(sum(counts), (seed + 1) % 2**32)
-        parts = [data.index for data in sources.values()]
-        self.index = {name: min(part[name] for part in parts) for name in ("lowest_id", "lowest_label")}
-        self.index["highest"] = max(part["highest"] for part in parts)
-        self.index["notes"] = [f"{name}: {note}" for name, data in sources.items() for note in data.index["notes"]]
-        for name in ("tokens", "tokens_seen"):  # As often as the stream has them, in as many rows as there are.
-            per_block = sum(count * part[name] / part["rows"] for count, part in zip(counts, parts))
-            self.index[name] = per_block / sum(counts) * len(self)
-        self.tokens = self.index["tokens"]
-
-    def __len__(self) -> int:
-        return int(self.offsets[-1])
-
-    def rows_at(self, start: int, count: int) -> np.ndarray:
-        """The numbers of the rows at positions start to start + count - 1 of the stream."""
-        block = len(self.source_of_slot)
-        first = start // block
-        end = math.ceil((start + count) / block) * block  # Whole blocks.
-        owners = self.source_of_slot[self.order.rows_at(first * block, end - first * block)]
-        rows = np.empty(len(owners), np.int64)
-        for number, data in enumerate(self.sources.values()):
-            own = owners == number
-            rows[own] = self.offsets[number] + data.rows_at(first * self.counts[number], own.sum())
-        return rows[start - first * block :][:count]
-
-    def read(self, row: int) -> np.ndarray:
-        """As Dataset.read()."""
-        number = self.owners_of(row)
-        return self.parts()[number].read(row - self.offsets[number])
-
-    def parts(self) -> list[Dataset]:
-        """As Dataset.parts()."""
-        return list(self.sources.values())
-
-    def owners_of(self, rows: int | np.ndarray) -> int | np.ndarray:
-        """The number of the source of each row."""
-        return np.searchsorted(self.offsets, rows, side="right") - 1
-
-    def sizes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As Dataset.sizes()."""
-        lengths, targets = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        owners = self.owners_of(rows)
-        for number, data in enumerate(self.sources.values()):
-            own = owners == number
-            lengths[own], targets[own] = data.sizes(rows[own] - self.offsets[number])
-        return lengths, targets
-
-    def read_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """As Dataset.read_rows(), but the rows of one source after those of another."""
-        return super().read_rows(rows[np.argsort(self.owners_of(rows), kind="stable")])
-
-    def source_ends(self, rows: np.ndarray, joined: bool) -> dict[str, int]:
-        """How many tokens of a micro-batch of read_rows() come before the end of each source, padding included."""
-        lengths, _ = self.sizes(rows)
-        if not joined:
-            lengths[:] = lengths.max(initial=0)
-        return dict(zip(self.sources, itertools.accumulate(self.by_source(rows, lengths).values())))
-
-    def by_source(self, rows: np.ndarray, counts: np.ndarray) -> dict[str, int]:
-        """The sum of the counts of rows, for each source."""
-        sums = np.bincount(self.owners_of(rows), counts, len(self.sources))
-        return dict(zip(self.sources, sums.astype(int).tolist()))
-
-    def fingerprint(self) -> int:
-        """A checksum of the rows of all sources. The weights are in the config."""
-        return zlib.crc32(json.dumps([data.fingerprint() for data in self.sources.values()]).encode())
-
-    def times_seen(self, rows: int) -> dict[str, float]:
-        """How often each source is seen in so many rows."""
-        blocks = rows / len(self.source_of_slot)
-        counts = zip(self.sources.items(), self.counts)
-        return {name: blocks * count / len(data) for (name, data), count in counts}
 
 
 def all_sizes(data: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -190,21 +190,32 @@ def say_if_rows_are_others(rows: int, theirs: dict[str, Any], ours: dict[str, An
         )
 
 
-def say_if_sources_do_not_follow(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def say_if_sources_do_not_follow(
+    setup: Setup, progress: Progress, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
     """With other weights than before, which run.allow_changes may let pass, each source goes on where it would be if it
     had had them from the start."""
-    before, now = rows_of_sources(rows, theirs), rows_of_sources(rows, ours)
+    before, now = rows_of_sources(setup, progress, theirs), rows_of_sources(setup, progress, ours)
     moved = [name for name in now if now[name] != before.get(name, 0)]
     if before and moved:
         moves = "; ".join(f"{name} after about {now[name]:,} rows, not {before.get(name, 0):,}" for name in moved)
         say(
             "Earlier steps had other weights. Each source goes on where the new ones would have brought it, and so "
-            f"leaves out or repeats rows: {moves}."
+            f"leaves out or repeats rows: {moves}. To go on with the next row of each, keep the weights, and give the "
+            f"new ones in data.stages, from_step {progress.step + 1} or later."
         )
 
 
-def rows_of_sources(rows: int, config: dict[str, Any]) -> dict[str, int]:
-    """How many of so many rows of a mixture are of each source, by a flattened config, to within a block."""
+def rows_of_sources(setup: Setup, progress: Progress, config: dict[str, Any]) -> dict[str, int]:
+    """How many rows of each source of a mixture there are so far, by a flattened config, to within a block."""
     found = {name: re.fullmatch(r"data\.sources\.([\w-]+)\.weight", name) for name in config}
-    weights = {match[1]: Fraction(str(config[name])) for name, match in found.items() if match}
-    return {name: int(rows * weight / sum(weights.values())) for name, weight in weights.items()}
+    first = {match[1]: config[name] for name, match in found.items() if match}
+    stages = [{"from_step": 1, "weights": first}, *config.get("data.stages", [])]
+    begins = [stage["from_step"] for stage in stages]
+    begins = [min(progress.rows, setup.stage_at(step).row_of(step)) for step in begins] + [progress.rows]
+    counts = dict.fromkeys(first, Fraction())
+    for stage, begin, end in zip(stages, begins, begins[1:]):
+        weights = {name: Fraction(str(weight)) for name, weight in stage["weights"].items()}
+        for name, weight in weights.items():
+            counts[name] += (end - begin) * weight / sum(weights.values())
+    return {name: int(count) for name, count in counts.items()}

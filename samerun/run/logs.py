@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from samerun.data.rows import Mixture
+from samerun.data.mixture import Mixture
 from samerun.errors import one_line, say
 from samerun.plan import plan_table
 from samerun.run.checkpoint import Progress
@@ -166,9 +166,9 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
     if isinstance(setup.train_data, Mixture):
         rows = setup.stage_at(setup.max_steps).row_of(setup.max_steps + 1)
-        for name, times in setup.train_data.times_seen(rows).items():
-            part = setup.train_data.sources[name]
-            say(f"Source {name}: {len(part):,} rows, seen {times:.2f} times in the run")
+        for name, count in setup.train_data.count_before(rows).items():
+            size = len(setup.train_data.sources[name])
+            say(f"Source {name}: {size:,} rows, seen {count / size:.2f} times in the run")
     only = f", of which {setup.num_trained:,} are trained" if setup.config.model.lora is not None else ""
     known = not math.isnan(setup.flops_per_token)
     flops = f"{setup.flops_per_token / 1e6:,.1f} MFLOPs per token" if known else "MFLOPs per token are not known"

@@ -104,7 +104,7 @@ def resume(
         say_if_rate_differs(setup, progress.step, manifest, learning_rate_at)
         say_if_rows_do_not_follow(setup, progress)
         say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
-        say_if_sources_do_not_follow(progress.rows, manifest["config"], record["config"])
+        say_if_sources_do_not_follow(setup, progress, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
         say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")

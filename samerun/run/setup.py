@@ -12,9 +12,11 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import memory
 
-from samerun.config import Config, eval_setting
+from samerun.config import Config, rows_per_block
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
+from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset, check_token_ids, longest_row
+from samerun.dotted import eval_setting
 from samerun.errors import as_user_error, require, say
 from samerun.model.checks import is_same_loss, probe_row
 from samerun.model.loss import joins_documents, patched
@@ -107,6 +109,14 @@ class Setup:
     def load_step(self, step: int) -> StepBatch:
         rank, device = self.parallel.layout.data_parallel_rank, self.accelerator.device
         return load_step(step, self.train_data, self.stage_at(step), rank, self.joined, device, self.collate)
+
+
+def begin_weight_stages(setup: Setup) -> None:
+    """Let the sources of a mixture have the weights of data.stages, each from the first row of its step on."""
+    if not isinstance(setup.train_data, Mixture):
+        return
+    for step, weights in setup.config.data.weight_stages()[1:]:
+        setup.train_data.begin_stage(setup.stage_at(step).row_of(step), rows_per_block("data.stages", weights))
 
 
 def check_setup(setup: Setup) -> None:

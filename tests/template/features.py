@@ -85,7 +85,11 @@ def packing(house: House) -> None:
 def sources(house: House) -> None:
     house.drop_element("Config.check", "sources")
     house.drop_definition("Config.check_sources")
+    house.drop_definition("begin_weight_stages")
+    house.drop_definition("Data.weight_stages")
+    house.drop_setting("data.stages", [])
     house.drop_statements("nearest_setting", "in_source")
+    house.drop_statements("nearest_setting", "WeightStage")
     house.drop_statements("type_words", "additionalProperties")
     house.drop_statements("announce", "Mixture")
     house.drop_statements("load_step", "Mixture")
