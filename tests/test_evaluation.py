@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import launch, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
+from helpers import difference, launch, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
 from reference import evaluation_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -230,6 +230,38 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     added = run(tmp_path, config, *resume_from(before, 5), "--data.eval_source", both, *to)
     assert added.logged("eval/more/loss") == done.logged("eval/loss")  # Though eval/loss is of the same rows.
     assert added.logged("eval/same/loss") == pytest.approx(before.logged("eval/loss")[-1:], rel=1e-6)
+
+
+def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
+    """It is made of the last step, beside that which the run had, and the steps before keep theirs. Others are another
+    evaluation, whose last number would be lost."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 6, "eval_every": 3, "keep_best": True}
+    config["optim"]["warmup_steps"] = 2
+    before = run(tmp_path, config)
+    first, last = before.logged("eval/loss")
+    rows = make_rows([24, 11, 17], seed=5)
+    others, own = write_rows(tmp_path / "others", rows), config["data"]["eval_source"]["path"]
+    both = "--data.eval_source", f"{{same: {{path: {own}}}, more: {{path: {others}}}}}"
+    added = run(tmp_path, config, *both)
+    model = transformers.AutoModelForCausalLM.from_pretrained(before.folder / "model")
+    assert added.logged("eval/loss") == pytest.approx([first, last], rel=1e-6)
+    assert added.logged("eval/more/loss") == pytest.approx([evaluation_loss(model, rows)], rel=1e-6)
+    assert added.status["status"] == "finished" and difference(added.weights, before.weights) == 0
+    for settings in both, (*both, "--eval.follow", "more"), ("--data.eval_source", f"{{path: {others}}}"):
+        again = run(tmp_path, config, *settings)
+        assert "Finished already" in again.output and again.metrics == added.metrics
+
+
+def test_a_first_evaluation_of_a_finished_run(tmp_path):
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 4}
+    config["optim"]["warmup_steps"] = 2
+    config["data"]["eval_source"], source = None, config["data"]["eval_source"]
+    assert run(tmp_path, config).logged("eval/loss") == []
+    done = run(tmp_path, config, "--data.eval_source", json.dumps(source))
+    assert len(done.logged("eval/loss")) == 1 and "not of the same rows" not in done.output
+    assert "Finished already" in run(tmp_path, config, "--data.eval_source", json.dumps(source)).output
 
 
 def test_the_resolved_config_keeps_the_order(several, tmp_path):

@@ -13,10 +13,10 @@ from samerun.data.rows import Dataset
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MixtureStage:
     """A part of the stream, in blocks. In each, every source has the same number of rows, in an order of its own."""
 
-    first_row: int  # Where the part begins in the stream. It ends where the next one begins.
+    first_row: int  # Where it begins in the stream. It ends where the next one begins.
     before: np.ndarray  # How many rows of each source come before it.
     counts: np.ndarray  # How many rows of each source a block has.
     order: Order  # Of the rows of a block.
@@ -55,7 +55,7 @@ class Mixture(Dataset):
         self.index = {name: min(part[name] for part in parts) for name in ("lowest_id", "lowest_label")}
         self.index["highest"] = max(part["highest"] for part in parts)
         self.index["notes"] = [f"{name}: {note}" for name, data in sources.items() for note in data.index["notes"]]
-        for name in ("tokens", "tokens_seen"):  # As often as the first blocks have them, in as many rows as there are.
+        for name in ("tokens", "tokens_seen"):  # As often as the first stage has them, in as many rows as there are.
             per_block = sum(count * part[name] / part["rows"] for count, part in zip(counts, parts))
             self.index[name] = per_block / sum(counts) * len(self)
         self.tokens = self.index["tokens"]
@@ -72,7 +72,7 @@ class Mixture(Dataset):
         before = self.stages[-1].count_before(first_row) if self.stages else np.zeros(len(counts), np.int64)
         # With the same seed, a source as large as a block would be in the order of the block.
         order = Order(sum(counts), (self.seed + 1 + len(self.stages)) % 2**32)
-        self.stages.append(Blocks(first_row, before, np.array(counts), order))
+        self.stages.append(MixtureStage(first_row, before, np.array(counts), order))
 
     def rows_at(self, start: int, count: int) -> np.ndarray:
         """The numbers of the rows at positions start to start + count - 1 of the stream."""
@@ -84,7 +84,7 @@ class Mixture(Dataset):
                 rows.append(self.rows_in(stage, begin, stop - begin))
         return np.concatenate(rows)
 
-    def rows_in(self, stage: Blocks, start: int, count: int) -> np.ndarray:
+    def rows_in(self, stage: MixtureStage, start: int, count: int) -> np.ndarray:
         """As rows_at(), if all of the rows are in this stage."""
         skipped = (start - stage.first_row) % len(stage)  # Before them in their first block.
         first, whole = start - skipped, math.ceil((skipped + count) / len(stage)) * len(stage)

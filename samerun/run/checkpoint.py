@@ -129,15 +129,15 @@ def save_checkpoint(
     delete_old(folder, keep, manifest)
 
 
-def note_in_checkpoint(folder: Path, keep: int, progress: dict[str, Any]) -> None:
+def note_in_checkpoint(folder: Path, keep: int, known: dict[str, Any]) -> None:
     """Note in the complete checkpoint of a step what has become known since, such as its evaluation loss."""
     if is_main_process():
-        checkpoint = folder / checkpoint_name(progress["step"])
+        checkpoint = folder / checkpoint_name(known["step"])
         path = checkpoint / "manifest.json"
         # Outside, because the checkpoint may be copied at any moment. But a link may lead to another disk.
         draft = None if checkpoint.is_symlink() else folder / f".{checkpoint.name}.tmp"
-        replace_file(path, json.dumps({**json.loads(path.read_text()), **progress}, indent=2), draft=draft)
-        delete_old(folder, keep, progress)
+        replace_file(path, json.dumps({**json.loads(path.read_text()), **known}, indent=2), draft=draft)
+        delete_old(folder, keep, known)
 
 
 def delete_old(folder: Path, keep: int, manifest: dict[str, Any]) -> None:

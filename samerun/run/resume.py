@@ -52,18 +52,28 @@ def run_record(setup: Setup, versions: dict[str, str], code: dict[str, str]) -> 
         "model": flatten(settings_of(setup.model)),
         "max_steps": setup.max_steps,
         "plan": asdict(setup.plan),
-        "evaluation": eval_fingerprint(setup) if setup.eval_data else None,
+        "evaluation": eval_fingerprint(setup, setup.followed()) if setup.eval_data else None,
+        "evaluations": [eval_fingerprint(setup, name) for name in setup.eval_data],
         "versions": versions,
         "code": code,
         "launch": describe_launch(setup.accelerator, setup.parallel.layout),
     }
 
 
-def eval_fingerprint(setup: Setup) -> int:
-    """A checksum of the rows that the evaluation loss is of: their numbers, and all tokens of their data."""
-    data = setup.eval_data[setup.followed()]
+def eval_fingerprint(setup: Setup, name: str) -> int:
+    """A checksum of the rows that an evaluation is of: their numbers, and all tokens of their data."""
+    data = setup.eval_data[name]
     of_data = zlib.crc32(str(data.fingerprint()).encode())  # A fork's may be a number or a text.
     return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), of_data)
+
+
+def evaluations_are_added(manifest: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether there are all evaluations of a checkpoint, and others. Then no number is lost if its step has them all.
+
+    Older manifests do not say it.
+    """
+    before, now = (set(of.get("evaluations", record["evaluations"])) for of in (manifest, record))
+    return before < now and manifest["evaluation"] in (None, record["evaluation"])
 
 
 def resume(
@@ -91,12 +101,13 @@ def resume(
         f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {path} "
         f"is of a later one; give a length of at least {progress.step:,} steps, or choose a new run.output_dir",
     )
-    if manifest.get("evaluation", record["evaluation"]) != record["evaluation"]:  # Older manifests do not say it.
+    if manifest.get("evaluation") not in (None, record["evaluation"]):  # Older manifests do not say it.
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
         progress.forget_best()
         progress.forget_lowest()
-    if progress.step == setup.max_steps and path.parent != setup.folder.checkpoints:
-        progress.evaluated_step = -1  # The new folder has no evaluation of this step, and would end without any.
+    is_new_folder = path.parent != setup.folder.checkpoints
+    if setup.is_over(progress) and (is_new_folder or evaluations_are_added(manifest, record)):
+        progress.evaluated_step = progress.step - 1  # The run would end without what is new of this step.
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()

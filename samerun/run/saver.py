@@ -46,7 +46,8 @@ class Saver:
             return
         keep = self.setup.config.run.keep_checkpoints
         if progress.step == self.saved_step:
-            self.in_background(progress, note_in_checkpoint, self.folder, keep, asdict(progress))
+            known = {name: self.record[name] for name in ("evaluation", "evaluations")} | asdict(progress)
+            self.in_background(progress, note_in_checkpoint, self.folder, keep, known)
             return
         self.wait()
         check_copies(self.setup.wrapped, self.group)

@@ -245,7 +245,6 @@ def evaluation(house: House) -> None:
     house.drop_statements("check_vocabulary", "eval_data")
     house.reword(" | {evaluation_title(name): data for name, data in evaluations.items()}", "")
     house.drop_parameter("data_facts", "evaluations")
-    house.drop_element("ROOMS_OF_ROWS", "overlap")
     house.drop_statements("go_offline_without_network", "eval_sources")
     house.drop_field("Setup.eval_data", None)
     house.drop_field("Setup.token_bytes", None)
@@ -253,6 +252,10 @@ def evaluation(house: House) -> None:
     house.drop_statements("announce", "eval_rows")
     house.drop_statements("announce", "followed")
     house.drop_element("run_record", "evaluation")
+    house.drop_element("run_record", "evaluations")
+    house.drop_definition("evaluations_are_added")
+    house.replace("Saver.save", "known", "asdict(progress)")
+    house.drop_statements("Saver.save", "evaluations")
     house.drop_statements("resume", "evaluation")
     house.reword("-> tuple[Dataset, dict[str, Dataset]]", "-> Dataset")
     house.reword("train_data, eval_data = load_data(", "train_data = load_data(")
@@ -268,6 +271,15 @@ def evaluation(house: House) -> None:
     house.drop_setting("data.eval_fraction", 0)
     house.drop_setting("data.eval_source", None)
     house.reword("data or data.eval_source: there", "data: there")
+    held_out_rows(house)
+    house.drop_statements("nearest_setting", "in_evaluation")
+    house.drop_element("SHOWN", "eval/loss")
+    house.drop_element("DRAWN", "eval/loss")
+    house.drop_statements("draw_picture", "eval/loss")
+
+
+def held_out_rows(house: House) -> None:
+    house.drop_element("ROOMS_OF_ROWS", "overlap")
     house.drop_parameter("load_training_rows", "held_out", False)
     house.drop_parameter("load_rows", "held_out", False)
     house.drop_parameter("load_training_rows", "others", None)
@@ -276,10 +288,6 @@ def evaluation(house: House) -> None:
     house.drop_parameter("make_index", "others", None)
     house.drop_statements("load_data", "eval_sources")
     house.drop_statements("load_data", "held_out")
-    house.drop_statements("nearest_setting", "in_evaluation")
-    house.drop_element("SHOWN", "eval/loss")
-    house.drop_element("DRAWN", "eval/loss")
-    house.drop_statements("draw_picture", "eval/loss")
 
 
 BY_HAND = "pp", "tp", "ep"
