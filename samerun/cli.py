@@ -145,7 +145,7 @@ def nearest_setting(path: str, kind: type[Config]) -> str:
 class Export:
     """What --export asks for."""
 
-    which: str  # "best", "last" or a step.
+    which: list[str]  # "best", "last" or a step. Of several steps, the average of their weights.
     to: str | None
     merge: bool
 
@@ -164,7 +164,7 @@ def take_mode(argv: list[str]) -> tuple[list[str], Mode]:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--plan", nargs="+", type=int)
     parser.add_argument("--prepare", nargs="*", type=int)
-    parser.add_argument("--export")
+    parser.add_argument("--export", nargs="+")
     parser.add_argument("--to")
     parser.add_argument("--merge", action="store_true")
     try:
@@ -179,8 +179,10 @@ def take_mode(argv: list[str]) -> tuple[list[str], Mode]:
         if which is None:
             require(not (asked.to or asked.merge), "--to and --merge go with --export")
         else:
-            is_known = which in ("best", "last") or which.isdecimal()
-            require(is_known, f"--export {which}: give best, last, or the number of a step")
+            is_known = which in (["best"], ["last"]) or all(word.isdecimal() for word in which)
+            told = f"--export {' '.join(which)}"
+            require(is_known, f"{told}: give best, last, or the number of a step, or of several to average")
+            require(len(set(which)) == len(which), f"{told}: names a step twice")
             export = Export(which, asked.to, asked.merge)
     return rest, Mode(asked.plan, asked.prepare, export)
 

@@ -402,7 +402,8 @@ def test_config_file_is_required(tmp_path):
         (["--plan", "1", "2", "16"], Mode([1, 2, 16], None, None)),
         (["--prepare"], Mode(None, [], None)),
         (["--prepare", "7", "0"], Mode(None, [7, 0], None)),
-        (["--export", "7"], Mode(None, None, Export("7", None, merge=False))),
+        (["--export", "7"], Mode(None, None, Export(["7"], None, merge=False))),
+        (["--export", "7", "9"], Mode(None, None, Export(["7", "9"], None, merge=False))),
         ([], Mode(None, None, None)),
     ],
 )

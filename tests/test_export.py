@@ -411,18 +411,40 @@ def test_without_a_name_the_model_is_beside_that_of_the_run(kept, tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
 
 
+def test_the_average_of_checkpoints(kept, tmp_path):
+    """In an order that is not that of their steps."""
+    config, done = kept
+    settings = "--run.output_dir", done.folder
+    steps = [int(name.removeprefix("step-")) for name in done.checkpoints]
+    steps = [*steps[1:], steps[0]]
+    output = run(tmp_path, config, *settings, "--export", *steps).output
+    folder = done.folder / f"model-average-{'-'.join(map(str, steps))}"
+    assert len(steps) > 1 and f"Exported: {folder} (average-" in output
+    weights = [checkpoint_weights(done, step) for step in steps]
+    average = {name: sum(one[name].double() for one in weights) / len(steps) for name in weights[0]}
+    assert difference(load_file(folder / "model.safetensors"), average) < 1e-7
+    assert difference(weights[0], average) > 1e-4
+    config = config | {"model": {"pretrained": str(folder)}}
+    assert run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0).losses
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (("--export", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
         (("--export", "first"), "--export first: give best, last, or the number of a step"),
-        (("--export",), "command line: .*expected one argument"),
+        (("--export", "8", "last"), "--export 8 last: give best, last, or the number of a step, or of several to aver"),
+        (("--export", "8", "8"), "--export 8 8: names a step twice"),
+        (("--export", "12", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
+        (("--export",), "command line: .*expected at least one argument"),
         (("--to", "out"), "--to and --merge go with --export"),
         (("--export", "last", "--merge"), "--merge: needs model.lora"),
         (("--export", "last", "--plan", "2"), "give one of --plan, --prepare and --export"),
         (("--export", "last", "--run.output_dir", "nothing"), "nothing/checkpoints has no checkpoint"),
         (("--export", "last", "--to", "{ROOT}"), r"--to: .* also holds \.ci; name another folder"),
         (("--export", "last", "--model.lora", "{r: 2}"), "has model.lora"),
+        (("--export", "8", "12", "--model.lora", "{r: 2}"), "to average adapters is not to average their models"),
         (("--export", "last", *OTHER_TOKENIZER), "data.tokenizer .*: cannot load"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_folder_of_any_name(tmp_path, monkeypatch, name):
     def command(words, **more):
         words, mode = take_mode(words[2:])
         theirs = load_config(words)
-        assert theirs.run.output_dir == name and mode.export.which == "6"
+        assert theirs.run.output_dir == name and mode.export.which == ["6"]
         return SimpleNamespace(returncode=0, stdout=b"")
 
     monkeypatch.setattr(subprocess, "run", command)

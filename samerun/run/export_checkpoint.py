@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from samerun.cli import Export
@@ -60,9 +60,17 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     require(Meeting(1).size == 1, "--export: one process does it; start it as python train.py")
     is_adapter = config.model.lora is not None
     require(is_adapter or not asked.merge, "--merge: needs model.lora, an adapter to be merged into its model")
-    checkpoint, manifest = chosen_checkpoint(config, asked.which)
-    check_same_settings(config, checkpoint, manifest["config"])
-    name = f"model-{checkpoint.name}-merged" if asked.merge else f"model-{checkpoint.name}"
+    refusal = "--export: to average adapters is not to average their models; give one step"
+    require(not (is_adapter and len(asked.which) > 1), refusal)
+    checkpoints = []
+    for which in asked.which:
+        checkpoint, manifest = chosen_checkpoint(config, which)
+        check_same_settings(config, checkpoint, manifest["config"])
+        checkpoints.append(checkpoint)
+    what = checkpoint.name
+    if len(checkpoints) > 1:
+        what = f"average-{'-'.join(str(step_of(one)) for one in checkpoints)}"
+    name = f"model-{what}-merged" if asked.merge else f"model-{what}"
     folder = Path(asked.to or f"{config.run.output_dir}/{name}")
     check_replaceable(folder)
     require(folder.resolve() != Path.cwd(), f"--to: {folder} is where this command runs; name a folder in it")
@@ -71,7 +79,7 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     go_offline_without_network(config)
     tokenizer = load_tokenizer(config.data, config.model)
     dtype = export_dtype(config, manifest.get("launch", {}).get("precision", "no"))
-    saved = SavedWeights(checkpoint, manifest["config"].get(FROZEN))
+    saved = SavedWeights(checkpoints, manifest["config"].get(FROZEN))
     draft = folder.with_name(f".{folder.name}.tmp")
     with as_user_error(f"--to: cannot write {folder}"):
         delete(draft)  # That of a killed process.
@@ -82,7 +90,7 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     finally:
         delete(draft)
     kind = "adapter" if is_adapter and not asked.merge else "model"
-    say(f"Exported: {folder} ({checkpoint.name}, {kind}, {str(dtype).removeprefix('torch.')})")
+    say(f"Exported: {folder} ({what}, {kind}, {str(dtype).removeprefix('torch.')})")
 
 
 def write_model(
@@ -164,19 +172,24 @@ def check_replaceable(folder: Path) -> None:
 
 
 class SavedWeights:
-    """The weights in a checkpoint by their names in the model, read one by one."""
+    """The weights in a checkpoint, or the average of those in several, by their names in the model, read one by one."""
 
-    def __init__(self, checkpoint: Path, frozen: str | None):
-        """`frozen`: a checksum of those that it does not hold."""
-        self.checkpoint, self.frozen, self.reader = checkpoint, frozen, CheckpointReader(str(checkpoint))
-        saved = self.reader.read_metadata().state_dict_metadata
-        self.found = {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
+    def __init__(self, checkpoints: list[Path], frozen: str | None):
+        """`frozen`: a checksum of those that they do not hold. Raises UserError unless they are of one model."""
+        self.checkpoint, self.frozen = checkpoints[0], frozen
+        self.readers = [CheckpointReader(str(checkpoint)) for checkpoint in checkpoints]
+        self.found, *others = [reader.weights() for reader in self.readers]
+        for checkpoint, found in zip(checkpoints[1:], others):
+            sizes, wanted = ({name: one.size for name, one in weights.items()} for weights in (found, self.found))
+            require(sizes == wanted, f"{checkpoint} is of another model than {self.checkpoint}")
 
     def read(self, name: str) -> torch.Tensor:
-        found = self.found[name]
-        whole = torch.empty(found.size, dtype=found.properties.dtype)
-        dcp.load({f"model.{name}": whole}, storage_reader=self.reader, no_dist=True)  # In place.
-        return whole
+        first, *others = self.readers
+        average = first.read(name)
+        if average.is_floating_point():  # Buffers may count.
+            for number, reader in enumerate(others, start=2):
+                average.lerp_(reader.read(name), 1 / number)
+        return average
 
     def check_names(self, model: dict[str, torch.Tensor]) -> None:
         """Raises UserError unless these are the weights of a model."""
@@ -190,6 +203,16 @@ class SavedWeights:
 
 class CheckpointReader(dcp.HuggingFaceStorageReader):
     """Reads the headers of all files once, and not for each weight."""
+
+    def weights(self) -> dict[str, TensorStorageMetadata]:
+        saved = self.read_metadata().state_dict_metadata
+        return {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
+
+    def read(self, name: str) -> torch.Tensor:
+        found = self.metadata.state_dict_metadata[f"model.{name}"]
+        whole = torch.empty(found.size, dtype=found.properties.dtype)
+        dcp.load({f"model.{name}": whole}, storage_reader=self, no_dist=True)  # In place.
+        return whole
 
     @functools.cached_property
     def metadata(self) -> Metadata:

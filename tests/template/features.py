@@ -32,6 +32,7 @@ def lora(house: House) -> None:
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
     house.drop_statements("export_checkpoint", "--merge")
+    house.drop_statements("export_checkpoint", "refusal")
     house.drop_definition("check_same_adapter")
     house.drop_definition("check_adapted")
     house.reword(" With model.lora, their rows are trained.", "")
