@@ -243,6 +243,8 @@ def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     rows = make_rows([24, 11, 17], seed=5)
     others, own = write_rows(tmp_path / "others", rows), config["data"]["eval_source"]["path"]
     both = "--data.eval_source", f"{{same: {{path: {own}}}, more: {{path: {others}}}}}"
+    followed = run(tmp_path, config, *both, "--eval.follow", "more")
+    assert "Finished already" in followed.output and followed.logged("eval/loss") == [first, last]
     added = run(tmp_path, config, *both)
     model = transformers.AutoModelForCausalLM.from_pretrained(before.folder / "model")
     assert added.logged("eval/loss") == pytest.approx([first, last], rel=1e-6)

@@ -435,7 +435,7 @@ def test_the_average_of_checkpoints(kept, tmp_path):
         (("--export", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
         (("--export", "first"), "--export first: give best, last, or the number of a step"),
         (("--export", "8", "last"), "--export 8 last: give best, last, or the number of a step, or of several to aver"),
-        (("--export", "8", "8"), "--export 8 8: names a step twice"),
+        (("--export", "8", "08"), "--export 8 08: names a step twice"),
         (("--export", "12", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
         (("--export",), "command line: .*expected at least one argument"),
         (("--to", "out"), "--to and --merge go with --export"),
