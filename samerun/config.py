@@ -363,8 +363,9 @@ class Config(Section):
         names, before = self.data.sources.keys(), 1
         for number, stage in enumerate(self.data.stages):
             where = f"data.stages.{number}"
-            advice = f"give one for each of {', '.join(names)}, and 0 for no rows of it"
-            require(stage.weights.keys() == names, f"{where}.weights: are of {', '.join(stage.weights)}; {advice}")
+            advice = f"give one for each of {', '.join(names)}; 0 is for no rows"
+            given = ", ".join(stage.weights) or "no sources"
+            require(stage.weights.keys() == names, f"{where}.weights: are of {given}; {advice}")
             require(stage.from_step > before, f"{where}.from_step: must be later than {before}, where others begin")
             before = stage.from_step
         if self.data.stages:

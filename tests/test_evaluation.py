@@ -245,6 +245,7 @@ def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     both = "--data.eval_source", f"{{same: {{path: {own}}}, more: {{path: {others}}}}}"
     followed = run(tmp_path, config, *both, "--eval.follow", "more")
     assert "Finished already" in followed.output and followed.logged("eval/loss") == [first, last]
+    assert "The last step keeps its evaluation. For another one, give run.resume " in followed.output
     added = run(tmp_path, config, *both)
     model = transformers.AutoModelForCausalLM.from_pretrained(before.folder / "model")
     assert added.logged("eval/loss") == pytest.approx([first, last], rel=1e-6)
@@ -253,6 +254,27 @@ def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     for settings in both, (*both, "--eval.follow", "more"), ("--data.eval_source", f"{{path: {others}}}"):
         again = run(tmp_path, config, *settings)
         assert "Finished already" in again.output and again.metrics == added.metrics
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_an_evaluation_that_is_made_again_is_not_in_vain_twice(tmp_path, where):
+    """A run that ends by run.patience, with an evaluation added in its folder or in a new one, goes on with as much
+    patience as before."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 9, "eval_every": 1, "save_every": 1, "patience": 2, "keep_checkpoints": 9}
+    config["optim"] |= {"warmup_steps": 0, "learning_rate": 3.0}  # So high that the loss rises.
+    before = run(tmp_path, config)
+    last = before.status["step"]
+    assert last < 9 and "run.patience: evaluations in a row" in before.output
+    own = config["data"]["eval_source"]["path"]
+    more = ["--data.eval_source", f"{{same: {{path: {own}}}, more: {{path: {config['data']['path']}}}}}"]
+    if where == "there":
+        more += [*resume_from(before, last), "--run.output_dir", tmp_path / "there"]
+    added = run(tmp_path, config, *more)
+    assert added.status["step"] == last and len(added.logged("eval/more/loss")) == 1
+    manifest = json.loads((added.folder / "checkpoints" / f"step-{last:08d}" / "manifest.json").read_text())
+    assert manifest["evaluations_in_vain"] == 2
+    assert run(tmp_path, config, *more, "--run.patience", 3).status["step"] > last
 
 
 def test_a_first_evaluation_of_a_finished_run(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from helpers import (
     ROOT,
@@ -29,9 +30,11 @@ from safetensors.torch import load_file
 
 import train
 from samerun.config import Config, Model, Run
+from samerun.errors import UserError
 from samerun.model.tokenizer import byte_tokenizer
 from samerun.run import export
 from samerun.run.export import export_dtype, without_storage, write_weights
+from samerun.run.export_checkpoint import SavedWeights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
@@ -427,6 +430,24 @@ def test_the_average_of_checkpoints(kept, tmp_path):
     config = config | {"model": {"pretrained": str(folder)}}
     assert run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0).losses
     shutil.rmtree(folder)
+
+
+def test_what_an_average_is_of(tmp_path):
+    """A number that counts is that of the first checkpoint. Checkpoints of two models have none."""
+
+    def write(name: str, **weights: torch.Tensor) -> Path:
+        weights = {f"model.{key}": weight for key, weight in weights.items()}
+        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / name)), no_dist=True)
+        return tmp_path / name
+
+    some = write("some", count=torch.tensor([3]), weight=torch.tensor([1.0, 2.0]))
+    other = write("other", count=torch.tensor([7]), weight=torch.tensor([2.0, 6.0]))
+    average = SavedWeights([some, other], None)
+    assert average.read("count").tolist() == [3] and average.read("weight").tolist() == [1.5, 4.0]
+    for name, weights in {"larger": {"weight": torch.ones(3)}, "without": {}}.items():
+        another = write(name, count=torch.tensor([7]), **weights)
+        with pytest.raises(UserError, match=f"{another} is of another model than {some}"):
+            SavedWeights([some, another], None)
 
 
 @pytest.mark.parametrize(

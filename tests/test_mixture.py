@@ -416,8 +416,19 @@ def test_a_run_with_other_weights_says_where_its_sources_go_on(tmp_path):
     done = run(tmp_path, config, *allowed, "--run.max_steps", 8)
     moves = "code after about 30 rows, not 18; math after about 10 rows, not 12; web after about 20 rows, not 30."
     assert f"leaves out or repeats rows: {moves}" in done.output
-    assert "give the new ones in data.stages, from_step 7 or later." in done.output
+    assert "add the new ones to data.stages, from_step 7 or later." in done.output
     assert "repeats rows" not in run(tmp_path, config, *allowed, "--run.max_steps", 9).output
+
+
+def test_a_run_with_a_stage_that_has_begun_says_where_its_sources_go_on(tmp_path):
+    """Of 50 rows, 15 are of code, 10 of math and 25 of web. With a stage from row 20 on, which has 30 of them in the
+    ratio 1 : 1 : 0, they would be 6 + 15, 4 + 15 and 10."""
+    config, _ = mixed_config(tmp_path)
+    run(tmp_path, config, "--run.max_steps", 5)
+    stages = "--data.stages", json.dumps([{"from_step": 3, "weights": {"web": 0, "code": 1, "math": 1}}])
+    done = run(tmp_path, config, *stages, "--run.allow_changes", "[data.stages]", "--run.max_steps", 8)
+    moves = "code after about 21 rows, not 15; math after about 19 rows, not 10; web after about 10 rows, not 25."
+    assert f"leaves out or repeats rows: {moves}" in done.output
 
 
 def test_a_run_that_becomes_a_mixture_says_that_rows_may_come_again(tmp_path):
@@ -448,8 +459,9 @@ A = {"path": "x", "weight": 1}
         ({"path": "x", "stages": [{"from_step": 9, "weights": {"a": 1}}]}, "data.stages: are of data.sources"),
         (
             {"sources": {"a": A, "b": A}, "stages": [{"from_step": 9, "weights": {"a": 1}}]},
-            "data.stages.0.weights: are of a; give one for each of a, b, and 0 for no rows of it",
+            "data.stages.0.weights: are of a; give one for each of a, b; 0 is for no rows",
         ),
+        ({"sources": {"a": A}, "stages": [{"from_step": 9, "weights": {}}]}, "data.stages.0.weights: are of no source"),
         ({"sources": {"a": A}, "stages": [{"from_step": 1, "weights": {"a": 1}}]}, "data.stages.0.from_step: Input"),
         (
             {"sources": {"a": A}, "stages": [{"from_step": step, "weights": {"a": 1}} for step in (7, 7)]},

@@ -201,8 +201,8 @@ def say_if_sources_do_not_follow(
         moves = "; ".join(f"{name} after about {now[name]:,} rows, not {before.get(name, 0):,}" for name in moved)
         say(
             "Earlier steps had other weights. Each source goes on where the new ones would have brought it, and so "
-            f"leaves out or repeats rows: {moves}. To go on with the next row of each, keep the weights, and give the "
-            f"new ones in data.stages, from_step {progress.step + 1} or later."
+            f"leaves out or repeats rows: {moves}. To go on with the next row of each, keep the weights up to now, and "
+            f"add the new ones to data.stages, from_step {progress.step + 1} or later."
         )
 
 

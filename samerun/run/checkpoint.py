@@ -45,7 +45,7 @@ class Progress:
     best_checkpoint: str = ""
     # For run.patience. Forgotten when the evaluation is of other rows.
     lowest_loss: float = sys.float_info.max
-    evaluations_in_vain: NonNegativeInt = 0  # The evaluations since then.
+    evaluations_in_vain: Annotated[int, Field(ge=-1)] = 0  # The evaluations since then. -1: one will be made again.
     # For SourceMetrics.
     source_sums: dict[str, float] | None = None
     source_targets: dict[str, NonNegativeInt] | None = None

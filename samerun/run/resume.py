@@ -67,13 +67,26 @@ def eval_fingerprint(setup: Setup, name: str) -> int:
     return zlib.crc32(np.asarray(setup.eval_rows(data), np.int64), of_data)
 
 
-def evaluations_are_added(manifest: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether there are all evaluations of a checkpoint, and others. Then no number is lost if its step has them all.
-
-    Older manifests do not say it.
-    """
-    before, now = (set(of.get("evaluations", record["evaluations"])) for of in (manifest, record))
-    return before < now and manifest["evaluation"] in (None, record["evaluation"])
+def note_other_evaluations(
+    setup: Setup, progress: Progress, path: Path, manifest: dict[str, Any], record: dict[str, Any]
+) -> None:
+    """Forget losses of other rows. Let a run that is over make evaluations of its last step that it has not made."""
+    before, now = manifest.get("evaluation"), record["evaluation"]  # Older manifests do not say it, nor the others.
+    if None not in (before, now) and before != now:
+        say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
+        progress.forget_best()
+        progress.forget_lowest()
+    made, all_now = set(manifest.get("evaluations", record["evaluations"])), set(record["evaluations"])
+    if not setup.is_over(progress):
+        return
+    is_new_folder = path.parent != setup.folder.checkpoints
+    loses_none = made < all_now and before in (None, now)  # In the log, they take the place of those made before.
+    if is_new_folder or loses_none:
+        progress.evaluated_step = progress.step - 1
+        if setup.lacks_evaluation(progress):
+            progress.evaluations_in_vain -= 1  # It will be counted again.
+    elif all_now - made:
+        say(f"The last step keeps its evaluation. For another one, give run.resume {path} and a new run.output_dir.")
 
 
 def resume(
@@ -101,13 +114,7 @@ def resume(
         f"run.max_steps, max_epochs or max_tokens: the run would end after step {setup.max_steps:,}, and {path} "
         f"is of a later one; give a length of at least {progress.step:,} steps, or choose a new run.output_dir",
     )
-    if manifest.get("evaluation") not in (None, record["evaluation"]):  # Older manifests do not say it.
-        say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
-        progress.forget_best()
-        progress.forget_lowest()
-    is_new_folder = path.parent != setup.folder.checkpoints
-    if setup.is_over(progress) and (is_new_folder or evaluations_are_added(manifest, record)):
-        progress.evaluated_step = progress.step - 1  # The run would end without what is new of this step.
+    note_other_evaluations(setup, progress, path, manifest, record)
     # The best checkpoint is gone, or no longer wanted: the next evaluation is the best one again.
     if not (run.keep_best and kept_best(setup.folder, progress)):
         progress.forget_best()

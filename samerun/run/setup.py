@@ -112,7 +112,10 @@ class Setup:
 
 
 def begin_weight_stages(setup: Setup) -> None:
-    """Let the sources of a mixture have the weights of data.stages, each from the first row of its step on."""
+    """Let the sources of a mixture have the weights of data.stages, each from the first row of its step on.
+
+    It is the plan that tells these rows, so this comes after it, and before any row is read for a step.
+    """
     if not isinstance(setup.train_data, Mixture):
         return
     for step, weights in setup.config.data.weight_stages()[1:]:
