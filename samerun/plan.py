@@ -97,6 +97,8 @@ def check_length(config: Config, stages: list[Stage], max_steps: int) -> None:
     """Raises UserError if the run ends before a warmup does, or would not learn."""
     optim = config.optim
     require(optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds the run's {max_steps} steps")
+    decays = optim.schedule != "constant" or optim.decay_fraction == 1
+    require(decays, "optim.decay_fraction: optim.schedule constant never decays; choose linear or cosine, or 1 here")
     ends_at_zero = optim.schedule != "constant" and optim.min_learning_rate_ratio == 0
     learns = max_steps > 1 or optim.warmup_steps or not ends_at_zero
     advice = "the only step would have a learning rate of 0; take more steps, or a ratio above 0"

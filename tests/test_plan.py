@@ -295,6 +295,10 @@ LLAMA_ALONE = {"pretrained": None, "architecture": {"model_type": "llama", "voca
 FIVE = {"max_tokens": None, "max_steps": 5}
 REFUSED_BY_CONFIG = {
     "optim.warmup_steps exceeds the run's 5 steps": {"run": FIVE, "optim": {"warmup_steps": 6}},
+    "optim.decay_fraction: optim.schedule constant never decays": {
+        "run": FIVE,
+        "optim": {"warmup_steps": 0, "schedule": "constant", "decay_fraction": 0.2},
+    },
     "optim.min_learning_rate_ratio: the only step would have a learning rate of 0": {
         "run": {"max_tokens": None, "max_steps": 1},
         "optim": {"warmup_steps": 0, "min_learning_rate_ratio": 0},
