@@ -181,7 +181,7 @@ def take_mode(argv: list[str]) -> tuple[list[str], Mode]:
         else:
             is_known = which in (["best"], ["last"]) or all(word.isdecimal() for word in which)
             told = f"--export {' '.join(which)}"
-            require(is_known, f"{told}: give best, last, or the number of a step, or of several to average")
+            require(is_known, f"{told}: give best, last or a step or, for their average, steps such as 800 900 1000")
             require(len(which) == 1 or len({*map(int, which)}) == len(which), f"{told}: names a step twice")
             export = Export(which, asked.to, asked.merge)
     return rest, Mode(asked.plan, asked.prepare, export)

@@ -94,7 +94,7 @@ class Stage:
 
 
 def check_length(config: Config, stages: list[Stage], max_steps: int) -> None:
-    """Raises UserError if the run ends before a warmup does, or would not learn."""
+    """Raises UserError if the run ends before a warmup does, never decays though it should, or would not learn."""
     optim = config.optim
     require(optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds the run's {max_steps} steps")
     decays = optim.schedule != "constant" or optim.decay_fraction == 1

@@ -1137,6 +1137,11 @@ case("output_dir in use", {}, "run.output_dir", "TMP/out", "in use by another ru
 case("unknown tracker", {"run.trackers": ["wandbb"]}, "run.trackers", "wandbb", "tensorboard")
 case("tracker not installed", {"run.trackers": ["dvclive"]}, "run.trackers", "dvclive", "install")
 case("resume path missing", {"run.resume": "TMP/nope"}, "TMP/nope/manifest.json", "No such file")
+case(
+    "resume path of another step",
+    {"run.resume": "DATA/trained/checkpoints/step-00000005"},
+    "there is no DATA/trained/checkpoints/step-00000005; beside it are others, such as DATA/trained/checkpoints/step-0",
+)
 case("resume path foreign", {"run.resume": "DATA/docs"}, "DATA/docs/manifest.json", "No such file")
 case("resume from a model", {"run.resume": "DATA/model"}, "DATA/model is a model, not a checkpoint")
 case(

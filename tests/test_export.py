@@ -454,8 +454,8 @@ def test_what_an_average_is_of(tmp_path):
     "words, message",
     [
         (("--export", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
-        (("--export", "first"), "--export first: give best, last, or the number of a step"),
-        (("--export", "8", "last"), "--export 8 last: give best, last, or the number of a step, or of several to aver"),
+        (("--export", "first"), "--export first: give best, last or a step or"),
+        (("--export", "8", "last"), "--export 8 last: give .*, for their average, steps such as 800 900 1000"),
         (("--export", "8", "08"), "--export 8 08: names a step twice"),
         (("--export", "12", "7"), r"--export 7: there is no .*step-00000007; there are those of the steps .*8, 12"),
         (("--export",), "command line: .*expected at least one argument"),

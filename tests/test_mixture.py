@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, Done, difference, launch, loss_of_run, make_rows, run, tiny_config, training_rows, write_rows
+from helpers import (
+    ROOT,
+    Done,
+    difference,
+    launch,
+    loss_of_run,
+    make_rows,
+    resume_from,
+    run,
+    tiny_config,
+    training_rows,
+    write_rows,
+)
 from reference import shuffled, summed_loss, train_reference
 from test_models import HostReads
 
@@ -418,6 +430,23 @@ def test_a_run_with_other_weights_says_where_its_sources_go_on(tmp_path):
     assert f"leaves out or repeats rows: {moves}" in done.output
     assert "add the new ones to data.stages, from_step 7 or later." in done.output
     assert "repeats rows" not in run(tmp_path, config, *allowed, "--run.max_steps", 9).output
+
+
+def test_a_source_that_comes_later_is_allowed_by_its_name(tmp_path):
+    """One word for all of its settings, beside those that are allowed already. Then it begins with its first row."""
+    config, _ = mixed_config(tmp_path)
+    config["run"]["max_steps"] = 8
+    whole = {name: config["data"]["sources"][name] for name in sorted(SIZES)}  # As write_config() sorts them.
+    stages = "--data.stages", json.dumps([{"from_step": 6, "weights": dict.fromkeys(whole, 1)}])
+    later = "--data.sources", json.dumps(whole | {"math": whole["math"] | {"weight": 0}}), *stages
+    planned = run(tmp_path, config, *later, "--run.output_dir", tmp_path / "planned")
+    config["data"]["sources"] = {name: whole[name] for name in ("code", "web")}
+    before = run(tmp_path, config)
+    allowed = *resume_from(before, 5), "--run.output_dir", tmp_path / "later", "--run.allow_changes"
+    refused = run(tmp_path, config, *later, *allowed, "[data.stages]", expect=2)
+    words = "[data.stages, data.sources.math, data fingerprint]"
+    assert f"--run.allow_changes '{words}'" in refused.output
+    assert difference(run(tmp_path, config, *later, *allowed, words).weights, planned.weights) == 0
 
 
 def test_a_run_with_a_stage_that_has_begun_says_where_its_sources_go_on(tmp_path):

@@ -41,7 +41,7 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
     if ROW_ORDER in changed:
         changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
     if changed:
-        allow = advice_to_allow(setup.config, [*passed, *changed])
+        allow = advice_to_allow(setup.config, [*setup.config.run.allow_changes, *changed])
         advice = f"Choose a new run.output_dir, or continue with these changes: {allow}"
         raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
     if passed:
@@ -80,8 +80,9 @@ def name_of_change(config: Config, name: str) -> str:
 
 
 def advice_to_allow(config: Config, names: Iterable[str]) -> str:
-    words = ", ".join(dict.fromkeys(name_of_change(config, name) for name in names))
-    return f"--run.allow_changes '[{words}]'"
+    """The option that lets these changes pass. One word stands for all of a source of data.sources."""
+    words = [".".join(name_of_change(config, name).split(".")[:3]) for name in names]
+    return f"--run.allow_changes '[{', '.join(dict.fromkeys(words))}]'"
 
 
 def check_same_adapter(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -217,6 +217,9 @@ def read_manifest(folder: Path) -> dict:
     inside = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
     if inside:
         raise UserError(f"{folder} is not a checkpoint, but has some; give one of them, such as {inside[-1]}")
+    beside = list_checkpoints(folder.parent)
+    if beside and not folder.exists():
+        raise UserError(f"there is no {folder}; beside it are others, such as {beside[-1]}")
     with as_user_error(f"no complete checkpoint of this script: {folder / 'manifest.json'}"):
         manifest = json.loads((folder / "manifest.json").read_text())
         is_whole = isinstance(manifest["config"], dict) and "step" in manifest and manifest["files"]
