@@ -52,8 +52,8 @@ class Hub(Section):
 class Run(Section):
     output_dir: MayChange[Folder] = "runs/default"
     """Folder of the run. The same command continues what it finds there."""
-    max_steps: MayChange[PositiveInt | None] = None
-    """Length of the run in optimizer steps, and of its schedule. Give one of max_steps, max_epochs and max_tokens."""
+    max_steps: MayChange[NonNegativeInt | None] = None
+    """Length of the run in optimizer steps; 0 only evaluates. Give one of max_steps, max_epochs and max_tokens."""
     max_epochs: MayChange[PositiveFloat | None] = None
     """Length of the run in passes over the data, rounded up to whole steps."""
     max_tokens: MayChange[PositiveInt | None] = None
@@ -370,8 +370,9 @@ class Config(Section):
             before = stage.from_step
         if self.data.stages:
             steps = self.run.max_steps
-            require(steps, "data.stages: begin at steps, so give run.max_steps as the length of the run")
-            require(before <= steps, f"data.stages: the last one begins with step {before}, and the run has {steps}")
+            require(steps is not None, "data.stages: begin at steps, so give run.max_steps as the length of the run")
+            fits = before <= steps or steps == 0
+            require(fits, f"data.stages: the last one begins with step {before}, and the run has {steps}")
         for number, (_, weights) in enumerate(self.data.weight_stages()):
             rows_per_block(f"data.stages.{number - 1}.weights" if number else "data.sources", weights)
 
@@ -418,7 +419,7 @@ class Config(Section):
 
 
 def require_exactly_one(name: str, section: Section, choices: list[str]) -> None:
-    given = [choice for choice in choices if getattr(section, choice)]
+    given = [choice for choice in choices if getattr(section, choice) not in (None, [], {})]
     require(len(given) == 1, f"{name}: give exactly one of {', '.join(choices)}, and null for the others")
 
 
@@ -438,10 +439,6 @@ def check_source(setting: str, source: Source, choices: list[str]) -> None:
 
 
 EVAL_METRICS = ("loss", "perplexity", "bits_per_byte")  # Each as eval/METRIC or eval/NAME/METRIC.
-
-
-def evaluation_title(name: str) -> str:
-    return f"Evaluation {name}" if name else "Evaluation"
 
 
 MAX_BLOCK = 10_000  # Rows of a block of a mixture, in which the share of each source is exact.

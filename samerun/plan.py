@@ -96,6 +96,8 @@ class Stage:
 def check_length(config: Config, stages: list[Stage], max_steps: int) -> None:
     """Raises UserError if the run ends before a warmup does, never decays though it should, or would not learn."""
     optim = config.optim
+    if max_steps == 0:  # An evaluation of a model is none of this.
+        return
     require(optim.warmup_steps <= max_steps, f"optim.warmup_steps exceeds the run's {max_steps} steps")
     decays = optim.schedule != "constant" or optim.decay_fraction == 1
     require(decays, "optim.decay_fraction: optim.schedule constant never decays; choose linear or cosine, or 1 here")

@@ -232,6 +232,22 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     assert added.logged("eval/same/loss") == pytest.approx(before.logged("eval/loss")[-1:], rel=1e-6)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_of_no_steps_is_an_evaluation(several, tmp_path, processes):
+    """Of model.pretrained, on each evaluation. What else is for steps may be as it is in the config, and the numbers of
+    another launch do not take the place of these."""
+    config, rows = several
+    config = config | {"batch": config["batch"] | {"warmup": [{"steps": 4, "rows": 2}]}}
+    config |= {"optim": config["optim"] | {"warmup_steps": 5, "min_learning_rate_ratio": 0.0}}
+    done = launch(tmp_path, config, "--run.max_steps", 0, processes=processes, warm=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    for name in rows:
+        assert done.logged(f"eval/{name}/loss") == pytest.approx([evaluation_loss(model, rows[name])], rel=1e-6)
+    assert done.logged("train/loss") == [] and done.status == {"status": "finished", "step": 0}
+    again = run(tmp_path, config, "--run.max_steps", 0, expect=2)
+    assert "holds a run (finished, step 0) without its checkpoints; choose another folder" in again.output
+
+
 def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     """It is made of the last step, beside that which the run had, and the steps before keep theirs. Others are another
     evaluation, whose last number would be lost."""

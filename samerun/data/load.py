@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import datasets
 from filelock import FileLock, Timeout
 
-from samerun.config import Data, Source, evaluation_title, rows_per_block
+from samerun.config import Data, Source, rows_per_block
 from samerun.data.index import load_rows
 from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset
@@ -56,6 +56,10 @@ def load_data(config: Data, tokenizer, seed: int) -> tuple[Dataset, dict[str, Da
             if note not in train.index["notes"]:
                 say(f"{evaluation_title(name)}: {note}")
     return train, held_out
+
+
+def evaluation_title(name: str) -> str:
+    return f"Evaluation {name}" if name else "Evaluation"
 
 
 def data_lock() -> FileLock | None:

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import numpy as np
 import transformers
 
-from samerun.config import Config, evaluation_title
+from samerun.config import Config
 from samerun.data.encode import number_of_ids
-from samerun.data.load import data_lock, load_data, take_at_once
+from samerun.data.load import data_lock, evaluation_title, load_data, take_at_once
 from samerun.data.rows import Dataset
 from samerun.errors import require, say
 from samerun.model.architecture import model_config

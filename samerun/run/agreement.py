@@ -16,7 +16,8 @@ import datasets
 import torch
 import transformers
 
-from samerun.config import FROZEN, Config, evaluation_title
+from samerun.config import FROZEN, Config
+from samerun.data.load import evaluation_title
 from samerun.data.rows import Dataset
 from samerun.dotted import flatten
 from samerun.errors import AgreedError

@@ -80,7 +80,7 @@ def name_of_change(config: Config, name: str) -> str:
 
 
 def advice_to_allow(config: Config, names: Iterable[str]) -> str:
-    """The option that lets these changes pass. One word stands for all of a source of data.sources."""
+    """The option that lets these changes pass. One word stands for all settings of a source."""
     words = [".".join(name_of_change(config, name).split(".")[:3]) for name in names]
     return f"--run.allow_changes '[{', '.join(dict.fromkeys(words))}]'"
 

@@ -165,7 +165,8 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     fill = setup.train_data.tokens / len(setup.train_data) / length
     say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
     if isinstance(setup.train_data, Mixture):
-        rows = setup.stage_at(setup.max_steps).row_of(setup.max_steps + 1)
+        end = setup.max_steps + 1
+        rows = setup.stage_at(end).row_of(end)
         for name, count in setup.train_data.count_before(rows).items():
             size = len(setup.train_data.sources[name])
             say(f"Source {name}: {size:,} rows, seen {count / size:.2f} times in the run")

@@ -76,7 +76,7 @@ class Setup:
         if not self.eval_data or progress.evaluated_step >= progress.step:
             return False
         if progress.step == 0:
-            return self.config.eval.at_start
+            return self.config.eval.at_start or self.max_steps == 0
         return self.is_due(progress.step, self.config.run.eval_every)
 
     @property
