@@ -326,6 +326,8 @@ class Config(Section):
         require(self.run.keep_best or not pushes_best, "run.hub: every best needs run.keep_best")
         require(evaluates or not self.eval.prompts, "eval.prompts need data.eval_fraction or data.eval_source")
         require(evaluates or not self.eval.at_start, "eval.at_start needs data.eval_fraction or data.eval_source")
+        does_something = evaluates or self.run.max_steps != 0
+        require(does_something, "run.max_steps 0 only evaluates, and needs data.eval_fraction or data.eval_source")
         regular = evaluates and self.run.eval_every
         needed = "run.patience needs data.eval_fraction or eval_source, and run.eval_every"
         require(regular or not self.run.patience, needed)

@@ -286,6 +286,11 @@ case(
     "run.keep_best needs data.eval_fraction or data.eval_source",
 )
 case(
+    "no step and no evaluation",
+    {"run.max_steps": 0},
+    "run.max_steps 0 only evaluates, and needs data.eval_fraction or data.eval_source",
+)
+case(
     "prompts without an evaluation", {"eval.prompts": ["a"]}, "eval.prompts need data.eval_fraction or data.eval_source"
 )
 case(

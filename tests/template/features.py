@@ -242,6 +242,7 @@ def evaluation(house: House) -> None:
     house.drop_definition("say_if_others_are_held_out")
     house.drop_field("Progress.evaluated_step")
     house.drop_definition("check_evaluations")
+    house.drop_statements("Config.check", "does_something")
     house.drop_statements("check_vocabulary", "eval_data")
     house.reword(" | {evaluation_title(name): data for name, data in evaluations.items()}", "")
     house.drop_parameter("data_facts", "evaluations")
