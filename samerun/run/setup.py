@@ -111,7 +111,7 @@ class Setup:
         return load_step(step, self.train_data, self.stage_at(step), rank, self.joined, device, self.collate)
 
 
-def begin_weight_stages(setup: Setup) -> None:
+def begin_mixture(setup: Setup) -> None:
     """Let the sources of a mixture have the weights of data.stages, each from the first row of its step on.
 
     It is the plan that tells these rows, so this comes after it, and before any row is read for a step.

@@ -86,7 +86,7 @@ def packing(house: House) -> None:
 def sources(house: House) -> None:
     house.drop_element("Config.check", "sources")
     house.drop_definition("Config.check_sources")
-    house.drop_definition("begin_weight_stages")
+    house.drop_definition("begin_mixture")
     house.drop_definition("Data.weight_stages")
     house.drop_setting("data.stages", [])
     house.drop_statements("nearest_setting", "in_source")
