@@ -76,7 +76,8 @@ def note_other_evaluations(
         say("The evaluation is not of the same rows as before: its lowest loss so far does not count any more.")
         progress.forget_best()
         progress.forget_lowest()
-    made, all_now = set(manifest.get("evaluations", record["evaluations"])), set(record["evaluations"])
+    made, all_now = manifest.get("evaluations"), set(record["evaluations"])
+    made = set(made) if isinstance(made, list) else all_now
     if not setup.is_over(progress):
         return
     is_new_folder = path.parent != setup.folder.checkpoints

@@ -181,6 +181,7 @@ def patience(house: House) -> None:
     house.drop_parameter("Progress.count_evaluation", "loss")
     house.reword(", and whether that has lowered the loss", "")
     house.drop_definition("Progress.forget_lowest")
+    house.drop_statements("note_other_evaluations", "evaluations_in_vain")
     house.drop_field("Progress.lowest_loss")
     house.drop_field("Progress.evaluations_in_vain", 0)
 
