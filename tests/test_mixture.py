@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from itertools import accumulate
 
 import numpy as np
@@ -445,8 +446,23 @@ def test_a_source_that_comes_later_is_allowed_by_its_name(tmp_path):
     allowed = *resume_from(before, 5), "--run.output_dir", tmp_path / "later", "--run.allow_changes"
     refused = run(tmp_path, config, *later, *allowed, "[data.stages]", expect=2)
     words = "[data.stages, data.sources.math, data fingerprint]"
-    assert f"--run.allow_changes '{words}'" in refused.output
-    assert difference(run(tmp_path, config, *later, *allowed, words).weights, planned.weights) == 0
+    assert f"--run.allow_changes '{words}'" in refused.output and "Sources with other rows" not in refused.output
+    done = run(tmp_path, config, *later, *allowed, words)
+    assert difference(done.weights, planned.weights) == 0
+    assert "Earlier steps had" not in done.output  # No source that was there has other rows.
+
+
+def test_the_source_with_other_rows_is_named(tmp_path):
+    config, _ = mixed_config(tmp_path)
+    run(tmp_path, config, "--run.max_steps", 5)
+    shutil.rmtree(tmp_path / "math")
+    write_rows(tmp_path / "math", make_rows([9] * SIZES["math"], seed=7))
+    refused = run(tmp_path, config, "--run.max_steps", 6, expect=2)
+    assert re.search(
+        r"data fingerprint: \d+ in the checkpoint, \d+ now\. Sources with other rows: math\n", refused.output
+    )
+    done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data fingerprint]")
+    assert "The run goes on 50 rows after the beginning of the new ones" in done.output
 
 
 def test_a_run_with_a_stage_that_has_begun_says_where_its_sources_go_on(tmp_path):

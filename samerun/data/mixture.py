@@ -128,6 +128,10 @@ class Mixture(Dataset):
             lengths[:] = lengths.max(initial=0)
         return dict(zip(self.sources, itertools.accumulate(self.by_source(rows, lengths).values())))
 
+    def fingerprints(self) -> dict[str, int]:
+        """That of each source."""
+        return {name: data.fingerprint() for name, data in self.sources.items()}
+
     def by_source(self, rows: np.ndarray, counts: np.ndarray) -> dict[str, int]:
         """The sum of the counts of rows, for each source."""
         sums = np.bincount(self.owners_of(rows), counts, len(self.sources))
@@ -135,7 +139,7 @@ class Mixture(Dataset):
 
     def fingerprint(self) -> int:
         """A checksum of the rows of all sources. The weights are in the config."""
-        return zlib.crc32(json.dumps([data.fingerprint() for data in self.sources.values()]).encode())
+        return zlib.crc32(json.dumps(list(self.fingerprints().values())).encode())
 
     def count_before(self, position: int) -> dict[str, int]:
         """How many rows of each source come before a position of the stream."""

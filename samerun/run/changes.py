@@ -18,12 +18,13 @@ from samerun.run.setup import Setup
 PLACES = re.compile(r"data\.(sources\.[\w-]+\.)?(path|name|files|split|tokenizer|chat_template)")
 
 
-def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_unchanged(setup: Setup, checkpoint: Path, manifest: dict[str, Any], record: dict[str, Any]) -> None:
     """Raises UserError if the config or the data has changed so much that this would be another run.
 
     Says which of the changes run.allow_changes lets pass.
     """
-    theirs = {FROZEN: ours.get(FROZEN)} | theirs  # Older manifests do not say it.
+    ours = record["config"]
+    theirs = {FROZEN: ours.get(FROZEN)} | manifest["config"]  # Older manifests do not say it.
     same_rows = theirs.get(ROWS) == ours[ROWS]
     changed, passed = {}, {}
     for name, before, now in changed_settings(type(setup.config), theirs, ours):
@@ -31,6 +32,8 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
             continue
         told = passed if is_allowed(setup.config, name) else changed
         told[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
+        if name == ROWS and changed_sources(manifest, record):
+            told[name] += f". Sources with other rows: {', '.join(changed_sources(manifest, record))}"
     if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
         changed[ROWS] += (
             ". The chat template writes today's date: fix it by data.chat_template_kwargs, such as "
@@ -46,6 +49,12 @@ def check_unchanged(setup: Setup, checkpoint: Path, theirs: dict[str, Any], ours
         raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
     if passed:
         say("\n".join(["run.allow_changes: this run goes on with other settings:", *passed.values()]))
+
+
+def changed_sources(manifest: dict[str, Any], record: dict[str, Any]) -> list[str]:
+    """The names of the sources of both mixtures whose rows are others. An older manifest does not say it."""
+    before, now = manifest.get("sources", {}), record["sources"]
+    return [name for name in now if name in before and before[name] != now[name]]
 
 
 def changed_settings(
@@ -182,9 +191,13 @@ def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learn
         say(f"Step {step:,} had a learning rate of {was:.4g}; on this schedule, it would have had {would_be:.4g}.")
 
 
-def say_if_rows_are_others(rows: int, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def say_if_rows_are_others(rows: int, manifest: dict[str, Any], record: dict[str, Any]) -> None:
     """With other data, or another order, which run.allow_changes may let pass, nobody knows which rows come again."""
-    if any(theirs.get(name) != ours[name] for name in (ROWS, "run.seed")):
+    theirs, ours = manifest["config"], record["config"]
+    are_others = theirs.get(ROWS) != ours[ROWS]
+    if manifest.get("sources") and record["sources"]:  # What their weights change, say_if_sources_do_not_follow() says.
+        are_others = bool(changed_sources(manifest, record))
+    if are_others or theirs.get("run.seed") != ours["run.seed"]:
         say(
             f"Earlier steps had other rows, or another order. The run goes on {rows:,} rows after the beginning of the "
             "new ones, so rows may be left out or repeated; epochs and run.max_tokens count as if all steps had them."

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config
+from samerun.data.mixture import Mixture
 from samerun.dotted import config_fields, flatten, setting_of
 from samerun.errors import Stopped, require, say
 from samerun.run.after_save import AfterSave
@@ -49,6 +50,7 @@ def run_record(setup: Setup, versions: dict[str, str], code: dict[str, str]) -> 
     """What the manifest of a checkpoint says about the run, besides its progress."""
     return {
         "config": flat_config(setup),
+        "sources": setup.train_data.fingerprints() if isinstance(setup.train_data, Mixture) else {},
         "model": flatten(settings_of(setup.model)),
         "max_steps": setup.max_steps,
         "plan": asdict(setup.plan),
@@ -104,7 +106,7 @@ def resume(
         return Progress()
 
     path, manifest = checkpoint
-    check_unchanged(setup, path, manifest["config"], record["config"])
+    check_unchanged(setup, path, manifest, record)
     if not any(name.startswith(("model", "data.tokenizer", "data.special_tokens")) for name in run.allow_changes):
         check_same_model(path, manifest.get("model", {}), record["model"])
     say_if_launched_otherwise(manifest.get("launch", {}), record["launch"])
@@ -122,7 +124,7 @@ def resume(
     if progress.step < setup.max_steps:  # All of this is about the steps to come.
         say_if_rate_differs(setup, progress.step, manifest, learning_rate_at)
         say_if_rows_do_not_follow(setup, progress)
-        say_if_rows_are_others(progress.rows, manifest["config"], record["config"])
+        say_if_rows_are_others(progress.rows, manifest, record)
         say_if_sources_do_not_follow(setup, progress, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)

@@ -110,7 +110,11 @@ def sources(house: House) -> None:
     house.reword(f"\n\n    {told} `source_ends` says where each source ends.\n", "")
     told = "Raises UserError for terms of some tokens only, such as those with a target: their sources are not known."
     house.reword(f"    {told}\n    ", "")
+    house.drop_statements("say_if_rows_are_others", "sources")
     house.drop_definition("say_if_sources_do_not_follow")
+    house.drop_statements("check_unchanged", "changed_sources")
+    house.drop_definition("changed_sources")
+    house.drop_element("run_record", "sources")
     house.drop_definition("Mixture")
     house.replace("Data.has_chats", "any(source.format == 'chat' for source in (self.sources or {}).values())", "False")
     house.drop_setting("data.sources", None)
