@@ -244,6 +244,8 @@ def test_a_run_of_no_steps_is_an_evaluation(several, tmp_path, processes):
     for name in rows:
         assert done.logged(f"eval/{name}/loss") == pytest.approx([evaluation_loss(model, rows[name])], rel=1e-6)
     assert done.logged("train/loss") == [] and done.status == {"status": "finished", "step": 0}
+    assert f"Finished: {done.folder}/metrics.jsonl has the evaluation." in done.output
+    assert not (done.folder / "model").exists()
     again = run(tmp_path, config, "--run.max_steps", 0, expect=2)
     assert "holds a run (finished, step 0) without its checkpoints; choose another folder" in again.output
 

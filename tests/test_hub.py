@@ -175,6 +175,12 @@ def test_the_main_process_pushes_alone(tmp_path, monkeypatch, commits):
         assert commits == ["Step 4"] * (rank == 0)
 
 
+def test_a_run_of_no_steps_pushes_nothing(tmp_path, commits):
+    """It evaluates a model, and has made none."""
+    room.push_export(as_read(tmp_path / "run", max_steps=0))
+    assert not commits
+
+
 def test_only_the_best_is_pushed(tmp_path, monkeypatch, commits):
     """All evaluations have the same loss, so that is the first one."""
     pushed = []

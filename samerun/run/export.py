@@ -31,13 +31,19 @@ Read = Callable[[str, set[int]], torch.Tensor | None]  # A whole weight by its n
 
 
 def export_best(setup: Setup, progress: Progress) -> str:
-    """Export the model of the best checkpoint if one is kept, otherwise of the last step. Returns which one it was."""
+    """Export the model of the best checkpoint if one is kept, otherwise of the last step. Returns what to say of it.
+
+    A run of no steps leaves the model that it has evaluated where that is.
+    """
+    if setup.max_steps == 0:
+        return f"{setup.folder.path}/metrics.jsonl has the evaluation"
     best = kept_best(setup.folder, progress)
     if best:
         load_checkpoint(best, setup.parallel, setup.wrapped, [])
         setup.folder.exported_step = step_of(best)
     export_model(setup)
-    return best.name if best else "last step"
+    which = best.name if best else "last step"
+    return f"{setup.folder.path}/model ({which}) loads with from_pretrained()"
 
 
 def export_model(setup: Setup) -> None:

@@ -143,7 +143,7 @@ class RunFolder:
         if self.look_for_saved():
             return  # It continues from there.
         status, model = self.read_status(), self.path / "model"
-        has_ended = status["status"] in ("stopped", "finished") and status["step"] != 0
+        has_ended = status["status"] == "finished" or (status["status"] == "stopped" and status["step"] != 0)
         has_saved = has_ended or "saved_step" in status or (status["status"] and model.exists())
         other = f"{self.path} holds a run ({status['status']}, step {status['step']}) without its checkpoints"
         require(not has_saved, f"run.output_dir: {other}; choose another folder")
@@ -224,7 +224,7 @@ class RunFolder:
         def is_over() -> bool:
             status = self.read_status()
             has_ended = status["status"] == "finished" and status["step"] == step
-            return has_ended and (self.path / "model").exists()
+            return has_ended and (step == 0 or (self.path / "model").exists())
 
         return self.meeting.by_main(is_over)
 

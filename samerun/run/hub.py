@@ -55,7 +55,7 @@ def push_export(config: Config) -> None:
     A failure is said. It ends nothing, because the same command tries again.
     """
     hub, folder = config.run.hub, Path(config.run.output_dir)
-    if hub is None or not is_main_process():
+    if hub is None or config.run.max_steps == 0 or not is_main_process():
         return
     note = folder / "hub.json"
     try:
