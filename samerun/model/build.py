@@ -16,7 +16,6 @@ from samerun.model.architecture import model_config
 from samerun.model.attention import DOCUMENTS, document_attention
 from samerun.model.lora import add_lora, starts_from_weights, train_in_float32
 from samerun.model.outline import (
-    check_kind,
     extend_embeddings,
     is_of_transformers,
     is_quantized,
@@ -143,7 +142,6 @@ def flops_per_token(found: transformers.PreTrainedConfig, lora: dict[str, Any] |
     torch counts them on a model without storage, without fused kernels because it does not see into them. For a Llama
     they are 6 N + 12 L H Q T, as in appendix B of PaLM (arXiv:2204.02311).
     """
-    check_kind(found)
     if not is_main_process():
         return math.nan
     works_without_storage = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}

@@ -59,8 +59,9 @@ def check_ties(model: PreTrainedModel, config: Model, found: transformers.PreTra
         require(weights[name] is weights[first], f"its {name} is {first}, but transformers does not know; {advice}")
 
 
-def check_kind(found: Any) -> None:
+def check_kind(model: torch.nn.Module) -> None:
     """Raises UserError if a fork's model is a plain module: nothing would know its config or how it is saved."""
+    found = getattr(model, "config", None)
     advice = "make the model a PreTrainedModel with a PreTrainedConfig, as tests/forks/own_model.py does"
     is_known = isinstance(found, transformers.PreTrainedConfig)
     require(is_known, f"model: its config is a {type(found).__name__}, not one of transformers; {advice}")

@@ -152,7 +152,7 @@ def settings_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def data_facts(train: Dataset, evaluations: dict[str, Dataset], model: torch.nn.Module) -> dict[str, Any]:
     """The rows, and the model as far as it has no placeholders. With the settings, they fix the length of the run."""
-    check_kind(getattr(model, "config", None))
+    check_kind(model)
     named = {"data": train} | {evaluation_title(name): data for name, data in evaluations.items()}
     facts = {}
     for name, data in named.items():

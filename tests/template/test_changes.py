@@ -29,10 +29,8 @@ from samerun.data.batches import MicroBatch, collate
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.errors import UserError
-from samerun.model.build import flops_per_token
 from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
-from samerun.run.agreement import data_facts
 from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
 from samerun.run.setup import check_together
@@ -439,13 +437,15 @@ def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch)
     assert "error: data.eval_fraction: no rows are held out; let what loads them do so" in told
 
 
-def test_a_plain_module_is_refused():
-    """Where a run first meets it, with text and with other rows."""
+@pytest.mark.parametrize("settings", [{}, {"config": SimpleNamespace(n_layer=1)}], ids=["no config", "another"])
+def test_a_plain_module_is_refused(task, tmp_path, monkeypatch, settings):
+    config, *_ = task
     model = torch.nn.Linear(2, 2)
-    model.config = SimpleNamespace(n_layer=1)
-    for meets in lambda: flops_per_token(model.config, None, 8), lambda: data_facts(None, {}, model):
-        with pytest.raises(UserError, match="model: its config is a SimpleNamespace, not one of transformers; make"):
-            meets()
+    vars(model).update(settings)
+    monkeypatch.setattr(train, "build_model", lambda *_: model)
+    kind = type(settings.get("config")).__name__
+    told = run(tmp_path, config, expect=2).output
+    assert f"error: model: its config is a {kind}, not one of transformers; make" in told
 
 
 def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
