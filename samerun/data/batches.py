@@ -88,7 +88,7 @@ def collate(rows: list[np.ndarray], device: torch.device, joined: bool) -> Micro
     documents = documents_at(tokens[2, 0], device) if joined else None
     if documents and documents.are_rows:  # Each can be a row of its own. All have the same positions.
         tokens = tokens.reshape(3, -1, documents.longest)
-    # As .data, each has a version of its own: a loss may change the targets in place, though autograd keeps the ids.
+    # As .data, each has its own count of changes: a loss may change the targets, though autograd keeps the ids.
     input_ids, targets, positions = (part.data for part in to_device(tokens, device))
     learned = np.flatnonzero(tokens[1] != -100)
     if joined:

@@ -44,7 +44,7 @@ from samerun.plan import Plan
 class StopSignal:
     """What to do when a signal comes. From stop_after_steps() on, it stops all ranks after the same step."""
 
-    # Both belong to the process, as signals do.
+    # All three belong to the process, as signals do.
     requested = ""  # The name of the signal.
     raises = False  # Whether it raises Stopped.
     earlier_handlers = {}  # Of the program that called main(), by the number of the signal.

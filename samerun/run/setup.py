@@ -200,8 +200,8 @@ def is_exact(setup: Setup) -> bool:
 
 
 def check_own_sum(setup: Setup) -> None:
-    """check_sum() for rows of a fork's own, of which two of the first ones are tried. Others were tried before, in a
-    small model."""
+    """check_sum() for rows of a fork's own, of which the first two are tried. Others were tried before, in a small
+    model."""
     if setup.collate is collate:
         return
     check_own_sizes(setup)
@@ -222,7 +222,7 @@ def check_together(setup: Setup) -> None:
 
 
 def check_own_sizes(setup: Setup) -> None:
-    """Say if two of the first rows have another number of `targets` than sizes() counts."""
+    """Say if the first two rows have another number of `targets` than sizes() counts."""
     data = setup.train_data
     rows = data.rows_at(0, 2)
     batch, counted = setup.collate(data.read_rows(rows), setup.accelerator.device, setup.joined), data.sizes(rows)[1]
