@@ -89,7 +89,7 @@ def test_what_a_launch_says_of_its_rows(config, tmp_path):
     fill = sum(len(row["input_ids"]) for row in rows) / len(rows) / 24
     assert f"Data: 23 rows, {fill:.1%} full; 2.3 steps per epoch\n" in done.output
     targets = [[label for label in rows[row]["labels"][1:] if label != -100] for row in shuffled(7, 23, 10)]
-    assert f"In the loss is, for example: {max(targets, key=len)}\n" in done.output
+    assert f"The loss covers, for example: {max(targets, key=len)}\n" in done.output
 
 
 def test_special_tokens_beside_ready_tokens(config, tmp_path):

@@ -302,7 +302,7 @@ def test_a_long_prompt_does_not_hide_what_is_learned(chat, tmp_path):
     model = {"architecture": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32}}
     model["architecture"] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     done = run(tmp_path, config | {"data": data, "eval": {}, "model": model})
-    assert "In the loss is, for example: 'A short answer.<|im_end|>" in done.output
+    assert "The loss covers, for example: 'A short answer.<|im_end|>" in done.output
 
 
 def test_markers_that_are_no_tokens_are_said_and_added(chat, tmp_path):

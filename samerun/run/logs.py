@@ -166,8 +166,8 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
     if isinstance(setup.train_data, Mixture):
         end = setup.max_steps + 1
-        rows = setup.stage_at(end).row_of(end)
-        for name, count in setup.train_data.count_before(rows).items():
+        end_of_rows = setup.stage_at(end).row_of(end)
+        for name, count in setup.train_data.count_before(end_of_rows).items():
             size = len(setup.train_data.sources[name])
             say(f"Source {name}: {size:,} rows, seen {count / size:.2f} times in the run")
     only = f", of which {setup.num_trained:,} are trained" if setup.config.model.lora is not None else ""
@@ -176,10 +176,10 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     say(f"Model: {setup.num_parameters:,} parameters{only}, {flops}")
     if setup.config.model.lora is not None and not setup.config.model.pretrained:
         say("model.lora adapts random weights, which model/ will not hold; --export last --merge writes them, too.")
-    say(f"In the loss is, for example: {example!r}")
+    say(f"The loss covers, for example: {example!r}")
     if setup.config.eval.follow or len(setup.eval_data) > 1:
-        rows = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
-        say(f"Evaluations: {', '.join(rows)}; eval/loss is that of {setup.followed()}")
+        sizes = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
+        say(f"Evaluations: {', '.join(sizes)}; eval/loss is that of {setup.followed()}")
     if not setup.tokenizer:
         say("There is no tokenizer to export with the model: data.tokenizer can name the one that made the tokens.")
     if setup.is_random:

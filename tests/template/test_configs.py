@@ -118,7 +118,7 @@ def test_the_small_run_and_then_its_chats(tmp_path, monkeypatch, capsys):
     assert (chat / "model" / "adapter_model.safetensors").exists()
     [sample] = [line["eval/sample_0"] for line in lines if "eval/sample_0" in line]
     assert "How do I call textwrap.fill?" in sample
-    assert re.search("^In the loss is, for example: .*<[|]im_end[|]>", capsys.readouterr().out, re.M)
+    assert re.search("^The loss covers, for example: .*<[|]im_end[|]>", capsys.readouterr().out, re.M)
 
 
 def test_the_memory_of_the_large_run_is_planned_without_network(capsys):
