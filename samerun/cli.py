@@ -19,12 +19,12 @@ from samerun.yaml12 import comment_in, parse_yaml
 def help_text(story: str, kind: type[Config]) -> str:
     """All settings, below the docstring of train.py."""
     text = f"{story}\nSettings, in the YAML file or as --section.field VALUE, where VALUE is YAML:\n"
-    sections = kind.model_json_schema()["$defs"]
+    sections, defaults = kind.model_json_schema()["$defs"], kind.model_construct().model_dump()
     for path, field in config_fields(kind).items():
         section, name = path.split(".")
         properties = sections[kind.model_fields[section].annotation.__name__]["properties"]
         words = type_words(properties[name])
-        text += f"\n  --{path}  {words}, default {json.dumps(field.default)}\n      {field.description}"
+        text += f"\n  --{path}  {words}, default {json.dumps(defaults[section][name])}\n      {field.description}"
     return text
 
 
@@ -41,9 +41,9 @@ def type_words(schema: dict[str, Any]) -> str:
         return repr(schema["const"])
     if isinstance(schema.get("additionalProperties"), dict):
         return f"dict[str, {type_words(schema['additionalProperties'])}]"
-    if schema["type"] == "array":
+    if schema.get("type") == "array":
         return f"list[{type_words(schema['items'])}]"
-    return plain[schema["type"]]
+    return plain.get(schema.get("type"), "Any")
 
 
 def describe(error: ValidationError, kind: type[Config] = Config) -> str:

@@ -11,12 +11,15 @@ import re
 import sys
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import Field
 
 import train
-from samerun.cli import FOREIGN_NAMES, Export, Mode, load_config, take_mode
+from samerun.cli import FOREIGN_NAMES, Export, Mode, help_text, load_config, take_mode
+from samerun.config import Config, Section
 from samerun.dotted import config_fields
 from samerun.errors import UserError
 from samerun.yaml12 import to_yaml
@@ -498,6 +501,31 @@ def test_help_lists_every_field_with_type_default_and_doc(capsys, words):
         assert not missing, f"--{path}: {missing} not in {kind!r}"
         plain = not re.search(r"typing|Annotated|__main__|train\.|<|class|[()]", kind)
         assert plain and kind.count("[") == kind.count("]"), f"--{path}: {kind!r} is no plain type"
+
+
+def test_help_knows_the_settings_of_a_fork():
+    """Whatever their types and defaults are."""
+
+    class Teacher(Section):
+        weight: float = 0.5
+
+    class Own(Section):
+        teacher: Teacher = Teacher()
+        names: list = []
+        shares: list[float] = Field(default_factory=lambda: [0.5])
+        more: Any = None
+
+    class Settings(Config):
+        own: Own = Own()
+
+    text = help_text("", Settings)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("  --own.")]
+    assert lines == [
+        '--own.teacher  Teacher, default {"weight": 0.5}',
+        "--own.names  list[Any], default []",
+        "--own.shares  list[float], default [0.5]",
+        "--own.more  Any, default null",
+    ]
 
 
 def test_help_that_nobody_reads_to_its_end(monkeypatch, capsys):
