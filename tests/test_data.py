@@ -177,7 +177,7 @@ def test_the_end_after_an_empty_completion_is_learned(tmp_path):
         if processor:
             tokenizer.backend_tokenizer.post_processor = processor
         batch = {"prompt": ["ab", "ab"], "completion": ["", "c"]}
-        rows = tokenize_text(batch, [0, 1], ["prompt", "completion"], Encoder(tokenizer))
+        rows = tokenize_text(batch, ["prompt", "completion"], Encoder(tokenizer))
         assert rows["input_ids"] == [[*b"ab", END], [*b"abc", END]]
         assert rows["labels"] == [[-100, -100, END], [-100, -100, *b"c", END]]
 
@@ -192,7 +192,7 @@ def test_a_prompt_that_alone_has_other_tokens():
     prompts = ["Q:\n\n", "Q:    "]
     assert len(tokenizer(prompts[0])["input_ids"]) == 3
     batch = {"prompt": prompts, "completion": ["A1", ""]}
-    rows = tokenize_text(batch, [0, 1], ["prompt", "completion"], Encoder(tokenizer))
+    rows = tokenize_text(batch, ["prompt", "completion"], Encoder(tokenizer))
     assert rows["labels"] == [[-100] * 4 + [vocabulary["A"], vocabulary["1"]], [-100] * 6]
 
 
@@ -205,7 +205,7 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     """Byte pairs may join its last letter with the first of the completion. That token is learned."""
     tokenizer = transformers.ByT5Tokenizer()
     tokenizer.add_tokens(["bc"])
-    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, [0], ["prompt", "completion"], Encoder(tokenizer))
+    row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, ["prompt", "completion"], Encoder(tokenizer))
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
 
@@ -221,7 +221,7 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     config = mock.Mock(data=Data(files="a.txt"))
     assert encode_prompt("ab", config, tokenizer).tolist() == [list(ids)]
-    [text] = tokenize_text({"text": ["ab"]}, [0], ["text"], Encoder(tokenizer))["input_ids"]
+    [text] = tokenize_text({"text": ["ab"]}, ["text"], Encoder(tokenizer))["input_ids"]
     assert text == [*ids, END]
 
 

@@ -150,7 +150,7 @@ def tokenize_part(
             part.map(
                 tokenize_chat if is_chat else tokenize_text,
                 fn_kwargs=settings,
-                with_indices=True,
+                with_indices=is_chat,
                 batched=True,
                 batch_size=64,
                 remove_columns=columns,
@@ -179,7 +179,7 @@ def smallest_types(tokenizer, has_labels: bool) -> datasets.Features:
     return datasets.Features({name: datasets.List(datasets.Value(kind.name)) for name, kind in types.items()})
 
 
-def tokenize_text(batch: dict, numbers: list[int], columns: list[str], encoder: Encoder) -> dict:
+def tokenize_text(batch: dict, columns: list[str], encoder: Encoder) -> dict:
     """Token ids of each text, ending in the tokenizer's end-of-text token where it has one.
 
     A prompt and its completion are one text, and get labels, which are -100 in the prompt.
