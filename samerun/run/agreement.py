@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 MOST_LINES = 12
 # Besides those that a run writes down.
 LIBRARIES = ("deepspeed", "numpy", "peft", "safetensors", "tokenizers", "torchao", "trl")
+# Fields of a transformers config that tell how a model was saved or loaded, and not what it is.
 OF_NO_MODEL = "_name_or_path", "transformers_version", "dtype", "torch_dtype"
 
 
@@ -145,7 +146,7 @@ def checksums_of_code(script: Path) -> dict[str, str]:
 
 
 def settings_of(model: torch.nn.Module) -> dict[str, Any]:
-    """The transformers config of a model as JSON has it, without where the model lies and what has read it."""
+    """The transformers config of a model as JSON has it, without how the model was saved or loaded."""
     settings = {name: value for name, value in model.config.to_dict().items() if name not in OF_NO_MODEL}
     return json.loads(json.dumps(settings, default=str))
 
