@@ -713,10 +713,8 @@ class AveragedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         super().step(closure)
-        for group in self.param_groups:
-            for weight in group["params"]:
-                average = self.state[weight].setdefault("average", weight.clone())
-                average.lerp_(weight, 0.1)
+        for weight, state in self.state.items():  # Of weights that had gradients.
+            state.setdefault("average", weight.clone()).lerp_(weight, 0.1)
 
 
 def build_optimizer(model, config):
@@ -751,6 +749,21 @@ def test_an_average_of_the_weights(task, tmp_path, processes):
         kept |= load_file(file)
     assert difference(done.weights, did.weights) < 1e-5
     assert difference({name: kept[f"optimizer.state.{name}.average"] for name in average}, average) < 1e-5
+
+
+def test_an_average_of_a_weight_that_first_has_no_gradient():
+    """As of a head that is not used yet. AdamW begins its moments only where it has kept nothing of the weight."""
+    namespace = {"torch": torch, "train": train}
+    exec(AVERAGE, namespace)
+    used, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer, seen = namespace["AveragedAdamW"]([used, late], lr=0.1), []
+    for weights in [used], [used, late], [used, late]:
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        optimizer.step()
+        seen.append(late.detach().clone())
+    assert seen[0].eq(1).all() and seen[1].lt(1).all()
+    torch.testing.assert_close(optimizer.state[late]["average"], 0.9 * seen[1] + 0.1 * seen[2])
 
 
 def test_an_average_that_begins_in_the_middle(task, tmp_path, monkeypatch):
