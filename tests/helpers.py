@@ -225,6 +225,11 @@ def by_strategy(folder: Path, config: dict, name: str, *overrides, options: tupl
     return launch(folder, config, *settings, *overrides, **how, script=script, warm=True, timeout=900)
 
 
+def cross_entropy(line: dict, prefix: str = "eval") -> float:
+    """What the perplexity and bits per byte of this line of metrics.jsonl are of. A fork's loss may have more terms."""
+    return line.get(f"{prefix}/cross_entropy", line[f"{prefix}/loss"])
+
+
 @functools.cache
 def loss_of_run() -> Callable:
     """As the strategies and checks get it. A fork's may load something, such as a teacher, which few tests need."""

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import difference, launch, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
+from helpers import (
+    cross_entropy,
+    difference,
+    launch,
+    make_rows,
+    resume_from,
+    run,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
 from reference import evaluation_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -48,8 +58,9 @@ def test_each_evaluation_has_its_metrics(several, tmp_path):
         loss = evaluation_loss(model, rows[name][:5])
         text_bytes, targets = bytes_in(rows[name][:5])
         assert last[f"eval/{name}/loss"] == pytest.approx(loss, rel=5e-7)
-        assert last[f"eval/{name}/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-        bits = loss * targets / math.log(2) / text_bytes
+        nats = cross_entropy(last, f"eval/{name}")
+        assert last[f"eval/{name}/perplexity"] == pytest.approx(math.exp(nats), rel=1e-5)
+        bits = nats * targets / math.log(2) / text_bytes
         assert last[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=5e-7)
     metrics = {"loss", "perplexity", "bits_per_byte"}
     expected = {f"eval/{prefix}{metric}" for prefix in ("", "masked/", "others-2/") for metric in metrics}
@@ -440,7 +451,7 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, kind):
             is_put_there = at == 0 and tokenizer.convert_ids_to_tokens(ids[0]) == "▁"  # Nothing but the space.
             text_bytes -= 0 if is_put_there else len(text[start:end].encode())
     last = evaluated(tmp_path, texts, folder)
-    expected = last["eval/loss"] * targets / math.log(2) / text_bytes
+    expected = cross_entropy(last) * targets / math.log(2) / text_bytes
     assert last["eval/bits_per_byte"] == pytest.approx(expected, rel=1e-12)
 
 
@@ -455,7 +466,7 @@ def test_bytes_alone_have_the_loss_in_bits(several, tmp_path):
     config["data"]["eval_source"] = {name: {"path": str(path)} for name, path in paths.items()}
     last = run(tmp_path, config).metrics[-2]
     assert "eval/none/loss" in last and "eval/none/bits_per_byte" not in last
-    assert last["eval/bits_per_byte"] == pytest.approx(last["eval/loss"] / math.log(2), rel=1e-12)
+    assert last["eval/bits_per_byte"] == pytest.approx(cross_entropy(last) / math.log(2), rel=1e-12)
 
 
 def small_letters(folder):
@@ -536,5 +547,5 @@ def test_a_chat_counts_what_the_assistant_says(tmp_path, prefix):
     config["data"]["chat_template"] = str(tmp_path / "template.jinja")
     done = run(tmp_path, config)
     last, [targets] = done.metrics[-2], done.logged("train/target_tokens")
-    expected = last["eval/loss"] * targets / math.log(2) / sum(len(t.encode()) for t in said)
+    expected = cross_entropy(last) * targets / math.log(2) / sum(len(t.encode()) for t in said)
     assert last["eval/bits_per_byte"] == pytest.approx(expected, rel=1e-12)

@@ -97,10 +97,10 @@ OWN_MODEL: Edits = {
 METHOD: Edits = {
     "train.py": [
         (  # The loss: z-loss, as in PaLM (arXiv:2204.02311), section 5.
-            "    return cross_entropy.sum(), {",
+            '    return cross_entropy.sum(), {"loss": cross_entropy}\n',
             "    z_loss = 0.01 * (targets != -100) * logits.float().logsumexp(1).square()\n"
-            "    cross_entropy = cross_entropy + z_loss\n"
-            '    return cross_entropy.sum(), {"z_loss": z_loss, ',
+            "    loss = cross_entropy + z_loss\n"
+            '    return loss.sum(), {"loss": loss, "cross_entropy": cross_entropy, "z_loss": z_loss}\n',
         ),
         (
             "    return [adamw(trained, matrices, config)]\n",
