@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import test_damage
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from helpers import (
@@ -30,6 +31,8 @@ from helpers import (
 )
 from reference import shuffled, train_reference
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samerun.config import Batch, Model, Optim
 from samerun.errors import UserError
@@ -352,6 +355,28 @@ def test_refused_numbers_of_updates(monkeypatch):
     for some in {parts[0][0]: three}, dict(zip([name for name, *_ in parts], (three, four))):
         with pytest.raises(UserError, match="run.resume: some weights had more updates than others"):
             deepspeed.load_state(some, None, [])
+
+
+@pytest.fixture
+def mesh_of_four():
+    """Of rank 1, in a torch that talks to nobody."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_what_a_checkpoint_holds(mesh_of_four, monkeypatch):
+    """A copy of this rank's rows, and the buffers that a model saves, which other strategies look for."""
+    deepspeed, model = strategy({}), torch.nn.BatchNorm1d(8)
+    numbers = {"weight": torch.arange(8.0), "step": torch.tensor(3.0)}
+    deepspeed.mesh = mesh_of_four
+    monkeypatch.setattr(deepspeed, "parts", lambda *_: [(name, None, name) for name in numbers])
+    monkeypatch.setattr(deepspeed, "read", lambda parameter, key: numbers[key])
+    state = deepspeed.state_to_save(SimpleNamespace(module=model), [])
+    for tensor in numbers.values():
+        tensor.zero_()
+    assert (state.pop("weight").to_local().tolist(), state.pop("step").to_local().item()) == ([2, 3], 3)
+    assert state == {f"model.{name}": buffer for name, buffer in model.named_buffers()}
 
 
 WITH_SGD = """

@@ -86,7 +86,7 @@ class WeightFiles:
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         self.plain, self.config = plain, config
         dtype = getattr(torch, config.dtype)
-        mapping = get_model_conversion_mapping(plain, None, None)
+        mapping = get_model_conversion_mapping(plain)
         self.options = LoadStateDictConfig(dtype=dtype, dtype_plan=plain._get_dtype_plan(dtype), weight_mapping=mapping)
         self.shapes = {name: weight.shape for name, weight in plain.state_dict().items()}
 
