@@ -263,7 +263,7 @@ def test_a_run_of_no_steps_is_an_evaluation(several, tmp_path, processes):
 
 def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     """It is made of the last step, beside that which the run had, and the steps before keep theirs. Others are another
-    evaluation, whose last number would be lost."""
+    evaluation, whose last number would be lost. A run that goes on makes the next ones only."""
     config = tiny_config(tmp_path)
     config["run"] |= {"max_steps": 6, "eval_every": 3, "keep_best": True}
     config["optim"]["warmup_steps"] = 2
@@ -280,9 +280,18 @@ def test_an_evaluation_is_added_to_a_finished_run(tmp_path):
     assert added.logged("eval/loss") == pytest.approx([first, last], rel=1e-6)
     assert added.logged("eval/more/loss") == pytest.approx([evaluation_loss(model, rows)], rel=1e-6)
     assert added.status["status"] == "finished" and difference(added.weights, before.weights) == 0
-    for settings in both, (*both, "--eval.follow", "more"), ("--data.eval_source", f"{{path: {others}}}"):
+    for settings in both, (*both, "--eval.follow", "more"), ("--data.eval_source", f"{{path: {others}}}"), ():
         again = run(tmp_path, config, *settings)
         assert "Finished already" in again.output and again.metrics == added.metrics
+        assert "keeps its evaluation" not in again.output  # Nobody has asked for one that is not there.
+    manifest = added.folder / "checkpoints" / "step-00000006" / "manifest.json"
+    older = json.loads(manifest.read_text())
+    del older["evaluations"]  # As of a train.py that did not write them.
+    manifest.write_text(json.dumps(older))
+    assert run(tmp_path, config, *both, "--run.save_every", 4).metrics == added.metrics
+    longer = "--run.max_steps", 8, "--run.output_dir", tmp_path / "longer"
+    longer = run(tmp_path, config, *resume_from(before, 6), *both, *longer)
+    assert [line["step"] for line in longer.metrics if "eval/more/loss" in line] == [8]
 
 
 @pytest.mark.parametrize("where", ["here", "there"])

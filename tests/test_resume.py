@@ -394,11 +394,17 @@ def test_an_evaluation_that_was_logged_and_not_noted(again):
 
 
 def test_finished_checkpoint_into_a_new_folder(whole, tmp_path):
-    """run.resume names a checkpoint of another run folder, with no step left to do: export and finish."""
+    """run.resume names a checkpoint of another run folder, with no step left to do: export and finish. An evaluation
+    that is made again, or not wanted any more, is not counted for run.patience."""
     config, first = whole
-    done = run(tmp_path, config, "--run.resume", first.folder / "checkpoints" / "step-00000030")
-    assert done.status == {"status": "finished", "step": 30} and difference(done.weights, first.weights) == 0
-    assert done.checkpoints == ["step-00000030"]
+    for number, settings in enumerate([(), ("--data.eval_source", "null")]):
+        to = "--run.output_dir", tmp_path / str(number)
+        done = run(tmp_path, config, *resume_from(first, 30), *to, *settings)
+        assert done.status == {"status": "finished", "step": 30} and difference(done.weights, first.weights) == 0
+        assert done.checkpoints == ["step-00000030"]
+        manifests = [one.folder / "checkpoints" / "step-00000030" / "manifest.json" for one in (first, done)]
+        before, now = (json.loads(path.read_text())["evaluations_in_vain"] for path in manifests)
+        assert now == before
 
 
 def test_run_folder(whole):
@@ -853,7 +859,7 @@ def test_a_config_beside_a_checkpoint(again, tmp_path):
     assert done.launches == [0, 25] and "passed over" not in done.output
 
 
-def test_another_seed_holds_out_others(capsys):
+def test_another_seed_holds_out_others(capsys, tmp_path):
     """Of data.eval_fraction: run.init_from says that the weights may have learned them, where the data are the same."""
 
     def told(seed, fraction, path="a"):
@@ -863,6 +869,12 @@ def test_another_seed_holds_out_others(capsys):
 
     assert "hold out other documents, which x may have learned" in told(2, 0.1)
     assert told(1, 0.1) == told(2, 0.0) == told(2, 0.1, path="b") == ""
+    config = tiny_config(tmp_path)
+    config["data"] |= {"eval_source": None, "eval_fraction": 0.2}
+    settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
+    first = run(tmp_path, config, *settings).folder / "checkpoints" / "step-00000001"
+    new = "--run.init_from", first, "--run.seed", 8, "--run.output_dir", tmp_path / "new"
+    assert f"hold out other documents, which {first} may have learned" in run(tmp_path, config, *settings, *new).output
 
 
 def test_init_from(whole, tmp_path):
