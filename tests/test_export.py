@@ -311,12 +311,13 @@ def assert_same_model(some: Path, other: Path) -> None:
             assert json.loads(path.read_text()) == json.loads((other / path.name).read_text()), path.name
 
 
-@pytest.mark.parametrize("kind", ["pretrained", "new", "tied", "mixture", "bf16", "chat"])
-def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, kind):
-    """File by file, from a pretrained or a new model, with tied weights, experts, and tokens that are new to it."""
+@pytest.mark.parametrize("kind", ["pretrained", "new", "new, in bf16", "tied", "mixture", "bf16", "chat"])
+def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, monkeypatch, kind):
+    """File by file, from a pretrained or a new model, with tied weights, experts, and tokens that are new to it. With
+    run.export_dtype auto, a new one has the type of the launch that trained it."""
     config = tiny_config(tmp_path)
     config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
-    if kind == "new":
+    if kind.startswith("new"):
         config["model"] = {"architecture": {"model_type": "llama"} | {k: v for k, v in SHAPE.items() if v is not None}}
     elif kind == "tied":
         config["model"]["pretrained"] = str(tiny_model(tmp_path / "tied", learned_positions=True))
@@ -332,7 +333,10 @@ def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, kind):
         config["data"] |= {"sequence_length": 32, "chat_template": str(tmp_path / "template.jinja")}
         template = (ROOT / "configs" / "chat_template.jinja").read_text().replace("<|im_end|>", "</turn>")
         (tmp_path / "template.jinja").write_text(template)
-    done = run(tmp_path, config)
+    with monkeypatch.context() as patch:
+        if kind == "new, in bf16":
+            patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        done = run(tmp_path, config)
     output = exported(done, config, tmp_path, "last").output
     assert "step-00000002" in output and str(tmp_path / "out") in output
     assert_same_model(tmp_path / "out", done.folder / "model")
@@ -433,7 +437,8 @@ def test_the_average_of_checkpoints(kept, tmp_path):
 
 
 def test_what_an_average_is_of(tmp_path):
-    """A number that counts is that of the first checkpoint. Checkpoints of two models have none."""
+    """A number that counts is that of the first checkpoint. Checkpoints of two models have none, nor have those of
+    another model than the config's."""
 
     def write(name: str, **weights: torch.Tensor) -> Path:
         weights = {f"model.{key}": weight for key, weight in weights.items()}
@@ -448,6 +453,14 @@ def test_what_an_average_is_of(tmp_path):
         another = write(name, count=torch.tensor([7]), **weights)
         with pytest.raises(UserError, match=f"{another} is of another model than {some}"):
             SavedWeights([some, another], None)
+    sizes = {"count": torch.empty(1), "weight": torch.empty(2)}
+    average.check_names(sizes)
+    for model, told in (
+        (sizes | {"weight": torch.empty(3)}, "weight has"),
+        (sizes | {"more": torch.ones(1)}, "only the model"),
+    ):
+        with pytest.raises(UserError, match=f"{some} is of another model: {told}"):
+            average.check_names(model)
 
 
 @pytest.mark.parametrize(
