@@ -491,6 +491,14 @@ def test_refused(kept, tmp_path, words, message):
     assert not list(done.folder.glob(".*.tmp"))
 
 
+def test_of_several_processes_is_refused(kept, tmp_path, monkeypatch):
+    config, done = kept
+    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    output = exported(done, config, tmp_path, "last", "--run.output_dir", done.folder, expect=2).output
+    assert "--export: one process does it; start it as python train.py" in output
+
+
 def test_not_in_place_of_where_it_runs(kept, tmp_path, monkeypatch):
     """Whoever stands in an empty folder would be left in one that is deleted."""
     config, done = kept
@@ -521,6 +529,7 @@ def test_another_model_is_refused(kept, tmp_path):
     saved.rename(start)
     assert re.search(r"is of another model: only the checkpoint has model\.layers\.1\.", output)
     assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_another_tokenizer_is_refused(kept, tmp_path):
@@ -629,6 +638,19 @@ def test_an_adapter_beside_weights_in_bf16(tmp_path):
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
+def test_an_adapter_that_changes_what_is_below_it(tmp_path):
+    """As of model.lora.init_lora_weights pissa. Merged, it has the logits that peft computes with both."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
+    config["model"]["lora"] = {"r": 4, "init_lora_weights": "pissa"}
+    done = run(tmp_path, config)
+    run(tmp_path, config, "--export", "last", "--merge", "--to", tmp_path / "merged")
+    both = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, both(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "kind, targets, more",
     [
@@ -666,6 +688,8 @@ def test_a_project_is_not_replaced(kept, tmp_path):
     (project / "model.safetensors").touch()
     (project / "thesis").mkdir()
     assert "also holds thesis" in run(tmp_path, config, *words, project, expect=2).output
+    (tmp_path / "link").symlink_to(project)
+    assert "link exists, and is not a folder" in run(tmp_path, config, *words, tmp_path / "link", expect=2).output
     base = config["model"]["pretrained"]
     assert "is model.pretrained" in run(tmp_path, config, *words, base, expect=2).output
     assert sorted(path.name for path in project.iterdir()) == ["config.json", "model.safetensors", "thesis"]

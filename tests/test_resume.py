@@ -42,6 +42,7 @@ import train
 from samerun.config import Optim
 from samerun.dotted import flatten
 from samerun.meeting import Meeting
+from samerun.model.tokenizer import byte_tokenizer
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run import saver as saver_room
@@ -153,6 +154,7 @@ def test_what_is_finished_is_told_before_anything_is_built(again, monkeypatch):
     monkeypatch.setattr(train, "build_setup", built)
     done = run(before.folder.parent, config)
     assert f"Finished already: {done.folder}, step 30. Add steps, or choose a new run.output_dir." in done.output
+    assert "Finished already" in run(before.folder.parent, config, "--run.resume", "elsewhere").output
     assert "it builds" in run(before.folder.parent, config, "--run.max_steps", 31, expect=1).output
     shutil.rmtree(before.folder / "checkpoints" / "step-00000030")
     (before.folder / "status.json").write_text(json.dumps({"status": "finished", "step": 30}))
@@ -548,6 +550,22 @@ def test_a_changed_model_is_refused(tmp_path):
     assert done.status["step"] == 8
 
 
+def test_another_tokenizer_may_be_allowed(tmp_path):
+    """With another end of text in the model's config, which follows from data.tokenizer."""
+    config = tiny_config(tmp_path)
+    (tmp_path / "a.txt").write_text("A text about nothing. " * 40)
+    config["data"] |= {"path": None, "files": str(tmp_path / "a.txt"), "format": "text", "packing": "concat"}
+    config["data"]["eval_source"], config["optim"]["warmup_steps"] = None, 0
+    for number, name in enumerate(("before", "now"), start=5):
+        tokenizer = byte_tokenizer()
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(number)
+        tokenizer.save_pretrained(tmp_path / name)
+    before, now = (("--data.tokenizer", tmp_path / name, "--run.max_steps") for name in ("before", "now"))
+    run(tmp_path, config, *before, 2)
+    done = run(tmp_path, config, *now, 3, "--run.allow_changes", "[data.tokenizer, data fingerprint]")
+    assert done.launches == [0, 2] and "other settings:\n  data.tokenizer: " in done.output
+
+
 def test_changed_data_is_refused(tmp_path):
     """Other tokens in the same place under the same config: told by the fingerprint."""
     config = tiny_config(tmp_path)
@@ -650,6 +668,7 @@ def test_a_source_that_is_gone_is_a_change(tmp_path):
     before, now = (config | {"data": config["data"] | {"sources": sources}} for sources in (both, one))
     assert is_known_as_finished(before, before)
     assert not is_known_as_finished(before, now)
+    assert not is_known_as_finished(now, before)  # Nor is one that is new.
 
 
 def test_a_setting_that_the_code_has_lost(tmp_path):
