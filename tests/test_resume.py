@@ -551,7 +551,8 @@ def test_a_changed_model_is_refused(tmp_path):
 
 
 def test_another_tokenizer_may_be_allowed(tmp_path):
-    """With another end of text in the model's config, which follows from data.tokenizer."""
+    """With another end of text in the model's config, which follows from data.tokenizer. For more tokens than those of
+    the checkpoint, its weights are too few."""
     config = tiny_config(tmp_path)
     (tmp_path / "a.txt").write_text("A text about nothing. " * 40)
     config["data"] |= {"path": None, "files": str(tmp_path / "a.txt"), "format": "text", "packing": "concat"}
@@ -564,6 +565,8 @@ def test_another_tokenizer_may_be_allowed(tmp_path):
     run(tmp_path, config, *before, 2)
     done = run(tmp_path, config, *now, 3, "--run.allow_changes", "[data.tokenizer, data fingerprint]")
     assert done.launches == [0, 2] and "other settings:\n  data.tokenizer: " in done.output
+    grown = "--data.special_tokens", "[<new>]", "--run.allow_changes", "[data.special_tokens]"
+    assert "  vocab_size: 384 in the checkpoint, 385 now" in run(tmp_path, config, *now, 4, *grown, expect=2).output
 
 
 def test_changed_data_is_refused(tmp_path):
@@ -980,8 +983,9 @@ def test_a_loss_that_stays_the_same_is_not_lower(tmp_path):
     assert done.status["step"] == 3, "By run.patience."
     assert done.checkpoints[0] == "step-00000001", "By run.keep_best."
     assert "run.patience: evaluations in a row" in done.output
-    done = run(tmp_path, config, "--run.max_steps", 2, "--run.output_dir", tmp_path / "short")
-    assert "run.patience: evaluations in a row" not in done.output
+    short = "--run.max_steps", 2, "--run.output_dir", tmp_path / "short"
+    assert "run.patience: evaluations in a row" not in run(tmp_path, config, *short).output
+    assert "step 2. Add steps, or choose" in run(tmp_path, config, *short).output  # More patience would not go on.
 
 
 def what_was_logged(done: Done) -> list[dict]:

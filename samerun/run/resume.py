@@ -107,7 +107,7 @@ def resume(
 
     path, manifest = checkpoint
     check_unchanged(setup, path, manifest, record)
-    if not any(name.startswith(("model", "data.tokenizer", "data.special_tokens")) for name in run.allow_changes):
+    if not any(name.startswith(("model", "data.tokenizer")) for name in run.allow_changes):
         check_same_model(path, manifest.get("model", {}), record["model"])
     say_if_launched_otherwise(manifest.get("launch", {}), record["launch"])
     say_if_code_has_changed(manifest.get("code", {}), record["code"])
