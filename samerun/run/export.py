@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import gather_object
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch.distributed.fsdp import FSDPModule
 from transformers.core_model_loading import revert_weight_conversion
@@ -64,7 +63,7 @@ def export_model(setup: Setup) -> None:
 
     if setup.config.model.lora is not None:
         unwrap_layers(setup.model)
-        wanted = set(gather_object(names_of_adapter(setup.model)))
+        wanted = set(names_of_adapter(setup.model))
         adapter = {name: read(name, {0}) for name in planned if name in wanted}
         if is_main_process():
             setup.model.save_pretrained(draft, state_dict=adapter)
