@@ -113,6 +113,18 @@ def test_the_stream_of_stages(folder, seed):
     assert data.rows_at(50, 0).tolist() == []
 
 
+def test_what_the_sources_count_together(tmp_path):
+    """The tokens of data.sources are those of as many rows in the ratio of their weights, not of the rows there are: 1
+    row of 2 tokens, which see 4, for each row of 6, which see 36. An idle rank has no rows of any source."""
+    for name, rows, length in ("web", 3, 2), ("math", 9, 6):
+        write_rows(tmp_path / name, [{"input_ids": [*range(length)]}] * rows)
+    sources = {name: {"path": str(tmp_path / name), "weight": 0.5} for name in ("web", "math")}
+    data = training_rows(Data(sources=sources, format="tokens", packing="none", sequence_length=8))
+    assert len(data) == 12 and data.tokens == pytest.approx(12 * (2 + 6) / 2)
+    assert data.attention_length() == pytest.approx((4 + 36) / (2 + 6))
+    assert data.source_ends(np.empty(0, np.int64), joined=False) == {"web": 0, "math": 0}
+
+
 def test_a_source_does_not_notice_the_others(folder):
     some = training_rows(config_of(folder, ["web", "math"]), seed=3)
     all = training_rows(config_of(folder), seed=3)
