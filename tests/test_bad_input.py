@@ -1182,7 +1182,7 @@ case(
     architecture(hidden_size=32) | {"run.resume": "DATA/trained/checkpoints/step-00000004"},
     "model.architecture.hidden_size: 16",
     "DATA/trained/checkpoints/step-00000004",
-    "run.output_dir",
+    "run.init_from",
 )
 case(
     "another model all the same",

@@ -458,10 +458,9 @@ def test_a_source_that_comes_later_is_allowed_by_its_name(tmp_path):
     allowed = *resume_from(before, 5), "--run.output_dir", tmp_path / "later", "--run.allow_changes"
     refused = run(tmp_path, config, *later, *allowed, "[data.stages]", expect=2)
     words = "[data.stages, data.sources.math, data fingerprint]"
-    advice = (
-        f"Give it as run.init_from, to begin a new run, or continue with these changes: --run.allow_changes '{words}'"
-    )
-    assert advice in refused.output and "Sources with other rows" not in refused.output
+    advice = "Begin a new run, perhaps with its weights by run.init_from, or continue with these changes: "
+    assert f"{advice}--run.allow_changes '{words}'" in refused.output
+    assert "Sources with other rows" not in refused.output
     done = run(tmp_path, config, *later, *allowed, words)
     assert difference(done.weights, planned.weights) == 0
     assert "Earlier steps had" not in done.output  # No source that was there has other rows.

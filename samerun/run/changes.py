@@ -45,8 +45,9 @@ def check_unchanged(setup: Setup, checkpoint: Path, manifest: dict[str, Any], re
         changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
     if changed:
         allow = advice_to_allow(setup.config, [*setup.config.run.allow_changes, *changed])
-        is_own = checkpoint.parent == setup.folder.checkpoints
-        new_run = "Choose a new run.output_dir" if is_own else "Give it as run.init_from, to begin a new run"
+        new_run = "Begin a new run, perhaps with its weights by run.init_from"
+        if checkpoint.parent == setup.folder.checkpoints:
+            new_run = "Choose a new run.output_dir"
         advice = f"{new_run}, or continue with these changes: {allow}"
         raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
     if passed:
