@@ -504,7 +504,7 @@ def test_help_lists_every_field_with_type_default_and_doc(capsys, words):
 
 
 def test_help_knows_the_settings_of_a_fork():
-    """Whatever their types and defaults are."""
+    """Of any type that YAML can write, with any default."""
 
     class Teacher(Section):
         weight: float = 0.5

@@ -479,6 +479,16 @@ def test_the_source_with_other_rows_is_named(tmp_path):
     assert "The run goes on 50 rows after the beginning of the new ones" in done.output
 
 
+def test_sources_in_another_order_are_another_order_of_rows(tmp_path):
+    config, _ = mixed_config(tmp_path)
+    sources = config["data"]["sources"]
+    forwards, backwards = (json.dumps({name: sources[name] for name in names}) for names in (SIZES, [*SIZES][::-1]))
+    run(tmp_path, config, "--data.sources", forwards, "--run.max_steps", 5)
+    allowed = "--run.allow_changes", "[data fingerprint]"
+    done = run(tmp_path, config, "--data.sources", backwards, *allowed, "--run.max_steps", 6)
+    assert "Earlier steps had other rows, or another order. The run goes on 50 rows" in done.output
+
+
 def test_a_run_with_a_stage_that_has_begun_says_where_its_sources_go_on(tmp_path):
     """Of 50 rows, 15 are of code, 10 of math and 25 of web. With a stage from row 20 on, which has 30 of them in the
     ratio 1 : 1 : 0, they would be 6 + 15, 4 + 15 and 10."""

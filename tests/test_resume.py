@@ -566,7 +566,10 @@ def test_another_tokenizer_may_be_allowed(tmp_path):
     done = run(tmp_path, config, *now, 3, "--run.allow_changes", "[data.tokenizer, data fingerprint]")
     assert done.launches == [0, 2] and "other settings:\n  data.tokenizer: " in done.output
     grown = "--data.special_tokens", "[<new>]", "--run.allow_changes", "[data.special_tokens]"
-    assert "  vocab_size: 384 in the checkpoint, 385 now" in run(tmp_path, config, *now, 4, *grown, expect=2).output
+    refused = run(tmp_path, config, *now, 4, *grown, expect=2).output
+    assert "  vocab_size: 384 in the checkpoint, 385 now" in refused
+    allow = "--run.allow_changes '[data.special_tokens, model.pretrained]'"
+    assert f"Choose a new run.output_dir, or continue with it, if its weights are as large as those: {allow}" in refused
 
 
 def test_changed_data_is_refused(tmp_path):

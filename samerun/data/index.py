@@ -165,8 +165,8 @@ def cut_into_rows(offsets: np.ndarray, packing: str, length: int) -> np.ndarray:
 
 
 def files_of(documents: datasets.Dataset) -> list[str]:
-    """The Arrow files whose rows, one after the other, are the data of which the documents are some or all. None of
-    them if there are other rows, too, such as in memory."""
+    """The Arrow files whose rows, one after the other, are the data of which the documents are some or all. An
+    empty list if some rows are elsewhere, such as in memory."""
     files, rows = datasets.table.list_table_cache_files(documents.data), 0
     for file in files:
         rows += sum(batch.num_rows for batch, _ in read_batches(file))

@@ -129,7 +129,7 @@ class Mixture(Dataset):
         return dict(zip(self.sources, itertools.accumulate(self.by_source(rows, lengths).values())))
 
     def fingerprints(self) -> dict[str, int]:
-        """That of each source."""
+        """The fingerprint of each source."""
         return {name: data.fingerprint() for name, data in self.sources.items()}
 
     def by_source(self, rows: np.ndarray, counts: np.ndarray) -> dict[str, int]:

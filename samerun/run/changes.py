@@ -32,8 +32,8 @@ def check_unchanged(setup: Setup, checkpoint: Path, manifest: dict[str, Any], re
             continue
         told = passed if is_allowed(setup.config, name) else changed
         told[name] = f"  {name}: {before!r} in the checkpoint, {now!r} now"
-        if name == ROWS and changed_sources(manifest, record):
-            told[name] += f". Sources with other rows: {', '.join(changed_sources(manifest, record))}"
+        if name == ROWS and (others := changed_sources(manifest, record)):
+            told[name] += f". Sources with other rows: {', '.join(others)}"
     if ROWS in changed and "strftime_now" in str(getattr(setup.tokenizer, "chat_template", "")):
         changed[ROWS] += (
             ". The chat template writes today's date: fix it by data.chat_template_kwargs, such as "
@@ -45,17 +45,20 @@ def check_unchanged(setup: Setup, checkpoint: Path, manifest: dict[str, Any], re
         changed[ROW_ORDER] += ". Finish the run with the version of the script that began it"
     if changed:
         allow = advice_to_allow(setup.config, [*setup.config.run.allow_changes, *changed])
-        new_run = "Begin a new run, perhaps with its weights by run.init_from"
-        if checkpoint.parent == setup.folder.checkpoints:
-            new_run = "Choose a new run.output_dir"
-        advice = f"{new_run}, or continue with these changes: {allow}"
+        advice = f"{advice_to_begin(setup, checkpoint)}, or continue with these changes: {allow}"
         raise UserError("\n".join([f"{checkpoint} is of another config:", *changed.values(), advice]))
     if passed:
         say("\n".join(["run.allow_changes: this run goes on with other settings:", *passed.values()]))
 
 
+def advice_to_begin(setup: Setup, checkpoint: Path) -> str:
+    """How to begin another run than that of a checkpoint, which run.resume may have named."""
+    is_own = checkpoint.parent == setup.folder.checkpoints
+    return "Choose a new run.output_dir" if is_own else "Begin a new run, perhaps with its weights by run.init_from"
+
+
 def changed_sources(manifest: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """The names of the sources of both mixtures whose rows are others. An older manifest does not say it."""
+    """The sources of both runs that now have other rows. Older manifests do not list them."""
     before, now = manifest.get("sources", {}), record["sources"]
     return [name for name in now if name in before and before[name] != now[name]]
 
@@ -137,10 +140,11 @@ def say_if_others_are_held_out(path: Path, theirs: dict[str, Any], ours: dict[st
         say(f"run.init_from: {told}, which {path} may have learned.")
 
 
-def check_same_model(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same_model(setup: Setup, path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError if the transformers config is another one, but for what another version of transformers adds."""
     changed = [f"  {difference}" for difference in changes_of_model(before, now)]
-    advice = "Choose a new run.output_dir, or continue with it: --run.allow_changes '[model.pretrained]'"
+    allow = advice_to_allow(setup.config, [*setup.config.run.allow_changes, "model.pretrained"])
+    advice = f"{advice_to_begin(setup, path)}, or continue with it, if its weights are as large as those: {allow}"
     told = [f"{path} is of a model with another config:", *changed, advice]
     require(not changed, "\n".join(told))
 
@@ -198,8 +202,10 @@ def say_if_rows_are_others(rows: int, manifest: dict[str, Any], record: dict[str
     """With other data, or another order, which run.allow_changes may let pass, nobody knows which rows come again."""
     theirs, ours = manifest["config"], record["config"]
     are_others = theirs.get(ROWS) != ours[ROWS]
-    if manifest.get("sources") and record["sources"]:  # What their weights change, say_if_sources_do_not_follow() says.
-        are_others = bool(changed_sources(manifest, record))
+    before, now = manifest.get("sources"), record["sources"]
+    if before and now:  # What another weight changes, say_if_sources_do_not_follow() says.
+        known = [name for name in before if name in now]
+        are_others = known != [name for name in now if now[name] == before.get(name)]
     if are_others or theirs.get("run.seed") != ours["run.seed"]:
         say(
             f"Earlier steps had other rows, or another order. The run goes on {rows:,} rows after the beginning of the "

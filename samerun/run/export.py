@@ -30,11 +30,8 @@ Read = Callable[[str, set[int]], torch.Tensor | None]  # A whole weight by its n
 
 
 def export_best(setup: Setup, progress: Progress) -> str:
-    """Export the model of the best checkpoint if one is kept, otherwise of the last step. Returns what to say of it.
-
-    A run of no steps leaves the model that it has evaluated where that is.
-    """
-    if setup.max_steps == 0:
+    """Export the model of the best checkpoint if one is kept, otherwise of the last step. Returns what to say of it."""
+    if setup.max_steps == 0:  # The model is as it was.
         return f"{setup.folder.path}/metrics.jsonl has the evaluation"
     best = kept_best(setup.folder, progress)
     if best:

@@ -224,7 +224,7 @@ class RunFolder:
         def is_over() -> bool:
             status = self.read_status()
             has_ended = status["status"] == "finished" and status["step"] == step
-            return has_ended and (step == 0 or (self.path / "model").exists())
+            return has_ended and (self.path / "model").exists()
 
         return self.meeting.by_main(is_over)
 

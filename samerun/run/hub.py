@@ -29,7 +29,7 @@ class PushCheckpoints(Background):
         super().__init__(self.every != "end")
         self.config = config
         self.latest: Path | None = None  # What is noted in a checkpoint later changes no weight.
-        if config.run.hub and not huggingface_hub.get_token():
+        if config.run.hub and config.run.max_steps != 0 and not huggingface_hub.get_token():
             say("run.hub: nobody is logged in. Before the end of the run, call `hf auth login`, or nothing is pushed.")
 
     def begin(self, checkpoint: Path) -> None:

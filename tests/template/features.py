@@ -257,6 +257,7 @@ def evaluation(house: House) -> None:
     house.drop_statements("build_setup", "token_bytes")
     house.drop_statements("announce", "eval_rows")
     house.drop_statements("announce", "followed")
+    runs_of_no_steps(house)
     house.drop_element("run_record", "evaluation")
     house.drop_element("run_record", "evaluations")
     house.drop_definition("note_other_evaluations")
@@ -281,6 +282,15 @@ def evaluation(house: House) -> None:
     house.drop_element("SHOWN", "eval/loss")
     house.drop_element("DRAWN", "eval/loss")
     house.drop_statements("draw_picture", "eval/loss")
+
+
+def runs_of_no_steps(house: House) -> None:
+    house.replace("check_length", "max_steps == 0", "False")
+    house.replace("export_best", "setup.max_steps == 0", "False")
+    house.replace("push_export", "config.run.max_steps == 0", "False")
+    house.replace("PushCheckpoints.__init__", "config.run.max_steps != 0", "True")
+    house.reword("max_steps: MayChange[NonNegativeInt | None]", "max_steps: MayChange[PositiveInt | None]")
+    house.reword("; 0 only evaluates", "")
 
 
 def held_out_rows(house: House) -> None:
@@ -542,6 +552,7 @@ WORDS = {
         "test_names_of_other_trainers_are_answered_with_ours",
         "test_other_data_in_the_same_place",
         "test_which_checkpoint",
+        "test_a_run_of_no_steps_pushes_nothing",
     ],
     "FSDP": ["fsdp", "hsdp", "FSDP", "HSDP", "test_who_shares_with_whom"],
     "context parallelism": [
