@@ -202,10 +202,10 @@ def say_if_rows_are_others(rows: int, manifest: dict[str, Any], record: dict[str
     """With other data, or another order, which run.allow_changes may let pass, nobody knows which rows come again."""
     theirs, ours = manifest["config"], record["config"]
     are_others = theirs.get(ROWS) != ours[ROWS]
-    before, now = manifest.get("sources"), record["sources"]
-    if before and now:  # What another weight changes, say_if_sources_do_not_follow() says.
-        known = [name for name in before if name in now]
-        are_others = known != [name for name in now if now[name] == before.get(name)]
+    before, sources = manifest.get("sources"), record["sources"]
+    if before and sources:  # What other weights change, say_if_sources_do_not_follow() says.
+        kept = [name for name in before if name in sources]
+        are_others = kept != [name for name in sources if sources[name] == before.get(name)]
     if are_others or theirs.get("run.seed") != ours["run.seed"]:
         say(
             f"Earlier steps had other rows, or another order. The run goes on {rows:,} rows after the beginning of the "
