@@ -156,7 +156,7 @@ case(
     "optim.min_learning_rate_ratio",
     "less than or equal to 1",
 )
-case("fewer than no steps", {"run.max_steps": -1}, "run.max_steps: input should be greater than")
+case("fewer than no steps", {"run.max_steps": -1}, "run.max_steps", "greater than or equal to 0")
 case("sequence of one token", {"data.sequence_length": 1}, "data.sequence_length", "greater than or equal to 2")
 case("unknown choice", {"optim.schedule": "cosin"}, "optim.schedule", "'cosine'", "'linear'", "'cosin'")
 case("scalar for a section", {"batch": 16}, "batch:", "dictionary")

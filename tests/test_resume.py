@@ -405,7 +405,7 @@ def test_finished_checkpoint_into_a_new_folder(whole, tmp_path):
         assert done.status == {"status": "finished", "step": 30} and difference(done.weights, first.weights) == 0
         assert done.checkpoints == ["step-00000030"]
         manifests = [one.folder / "checkpoints" / "step-00000030" / "manifest.json" for one in (first, done)]
-        before, now = (json.loads(path.read_text()).get("evaluations_in_vain") for path in manifests)
+        before, now = (json.loads(path.read_text())["evaluations_in_vain"] for path in manifests)
         assert now == before
 
 

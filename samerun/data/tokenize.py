@@ -29,7 +29,7 @@ from samerun.files import are_as_noted, delete, note_files
 
 # Of a launch that is killed, the parts before are kept. Their number does not depend on the machine: one may prepare
 # what another reads.
-PART = 2**22  # The average bytes of documents in a part, at most, unless the documents or the parts are too few.
+PART = 2**22  # Bytes of documents in a part: on average at most these, but for long documents and MOST_PARTS.
 MOST_PARTS = 1000  # Each is a file.
 LINE_SECONDS = 10  # From one line about the progress to the next.
 

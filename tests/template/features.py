@@ -533,7 +533,7 @@ WORDS = {
         "test_stopped_while_it_evaluates",
         "test_which_checkpoint",
     ],
-    "patience": ["test_damaged_fields_of_a_manifest", "test_stopped_while_it_evaluates"],
+    "patience": ["evaluations_in_vain", "test_damaged_fields_of_a_manifest", "test_stopped_while_it_evaluates"],
     "sources": [
         "test_pieces_of_a_row",
         "test_damaged_fields_of_a_manifest",
@@ -545,6 +545,7 @@ WORDS = {
         "eval/",
         "evaluated_step",
         "less data than",
+        "fewer than no steps",
         "test_curves_show_where_a_run_was_continued",
         "test_prepare_finds_mistakes_and_needs_no_model",
         "test_other_code_makes_other_rows",
