@@ -1,4 +1,7 @@
-"""What build_optimizer() in train.py stands on: which weights decay, which are for Muon, AdamW in 8 bits, the guard."""
+"""What build_optimizer() in train.py stands on: which weights decay, which are for Muon, AdamW in 8 bits, the guard.
+
+Also the loss scale of fp16.
+"""
 
 from typing import Any
 
@@ -12,6 +15,8 @@ NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "ti
 
 # What torch says of an operation that it does not have for DTensors.
 OF_SHARDS = "sharding strategy", "Sharding propagation"
+
+BEYOND_FP16 = "fp16 has no numbers above 65,504; use bf16, or no"
 
 
 def weight_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -112,6 +117,37 @@ class Guard:
         """The two counters. Waits for the device."""
         skipped, in_a_row = torch.stack((self.skipped_steps, self.skipped_in_a_row)).tolist()
         return skipped, in_a_row
+
+
+class LossScale:
+    """What the passes in fp16 multiply the loss of each target by: the smallest gradients would otherwise become 0.
+
+    If a gradient of a step gets too large for fp16, the scale is halved, and the step is computed again. So no step is
+    without its update, which is the same up to rounding whatever the scale is, and no checkpoint needs the scale.
+    """
+
+    FIRST, LEAST, MOST = 2.0**10, 2.0**-10, 2.0**20  # Powers of 2 round nothing.
+
+    def __init__(self, precision: str):
+        self.value = self.FIRST if precision == "fp16" else None  # Other precisions need none.
+        self.good_steps = 0
+
+    def must_repeat(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """Whether it was too large for this step, which is to be computed again. Waits for the device, in fp16."""
+        if self.value is None:
+            return False
+        is_too_large = loss.isfinite() & ~grad_norm.isfinite()
+        if not is_too_large:
+            self.good_steps += 1
+            if self.good_steps % 1000 == 0:  # Perhaps the gradients are smaller by now.
+                self.value = min(2 * self.value, self.MOST)
+            return False
+        self.good_steps = 0
+        if self.value > self.LEAST:
+            self.value /= 2
+            return True
+        self.value = self.FIRST  # No scale helps, and Guard skips the update.
+        return False
 
 
 def first_update(optimizer: torch.optim.Optimizer) -> None:

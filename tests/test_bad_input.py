@@ -1333,7 +1333,7 @@ case(
     "launch: WORLD_SIZE or LOCAL_RANK is set without RANK; unset them, or start by accelerate launch",
     env={"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
 )
-case("fp16", {}, "error: launch: mixed_precision fp16 is not supported", env={"ACCELERATE_MIXED_PRECISION": "fp16"})
+case("fp16", {}, "error: launch: mixed_precision fp16 is for GPUs", env={"ACCELERATE_MIXED_PRECISION": "fp16"})
 case("unknown precision", {}, "launch", "mixed_precision BF16", "bf16", env={"ACCELERATE_MIXED_PRECISION": "BF16"})
 
 

@@ -23,7 +23,7 @@ from samerun.model.attention import (
 )
 from samerun.parallel.mesh import Parallelism
 from samerun.run.agreement import launcher_settings
-from samerun.run.launch import reseed, start_accelerator
+from samerun.run.launch import reseed, say_if_emulated, start_accelerator
 from samerun.run.meter import Meter, peak_memory
 from samerun.run.saver import Saver
 
@@ -276,6 +276,15 @@ def test_a_gpu_is_used_if_there_is_one(tmp_path, monkeypatch, there_is_one):
     config = Config.model_construct(run=Run(output_dir=str(tmp_path)), batch=Batch())
     with pytest.raises(UserError, match=f"Asked: {not there_is_one}"):
         start_accelerator(config)
+
+
+@pytest.mark.parametrize(
+    "precision, has_units, is_said", [("bf16", False, True), ("bf16", True, False), ("fp16", False, False)]
+)
+def test_a_gpu_that_only_emulates_bf16(monkeypatch, capsys, precision, has_units, is_said):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or has_units)
+    say_if_emulated(SimpleNamespace(mixed_precision=precision, device=CUDA))
+    assert ("This GPU has no units for bf16" in capsys.readouterr().out) == is_said
 
 
 def test_processes_for_which_accelerate_makes_no_group(tmp_path, monkeypatch):

@@ -472,6 +472,11 @@ def test_peak_of_the_config_overrides_the_table(monkeypatch):
         ("NVIDIA A100 80GB PCIe", "bf16", 312),
         ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla T4", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+        ("Tesla V100-PCIE-16GB", "fp16", 112),
         ("Some Future Device", "bf16", None),
     ],
 )
@@ -491,7 +496,7 @@ def test_known_peaks(monkeypatch, name, precision, tflops):
         ("NVIDIA H200 NVL", "bf16", 835),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", 989 / 7),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", 312 * 3 / 7),
-        ("Tesla V100-PCIE-16GB", "fp16", 112),
+        ("NVIDIA T4G", "fp16", None),
     ],
 )
 def test_a_device_is_not_taken_for_one_of_a_like_name(monkeypatch, name, precision, tflops):

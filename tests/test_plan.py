@@ -1026,7 +1026,13 @@ def test_advice_names_all_that_its_sums_count(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, of_file, note", [(None, "bf16", " (bf16)"), ("no", "no", " --mixed_precision no"), ("bf16", "bf16", "")]
+    "given, of_file, note",
+    [
+        (None, "bf16", " (bf16)"),
+        ("no", "no", " --mixed_precision no"),
+        ("bf16", "bf16", ""),
+        ("fp16", "fp16", " --mixed_precision fp16"),
+    ],
 )
 def test_advice_has_the_precision_of_the_file_that_it_names(monkeypatch, given, of_file, note):
     """Unless the launch was given another one: what it says is what a launch by that file is said to need."""
@@ -1083,8 +1089,8 @@ def test_memory_of_gradients_with_a_growing_batch(monkeypatch):
 
 
 def test_plan_refuses_sizes_and_precisions_of_no_launch(monkeypatch, plans):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert "mixed_precision fp16 is not supported; use bf16, or no" in plans(8, status=2)[1]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp32")
+    assert "mixed_precision fp32 is not supported; use bf16, fp16, or no" in plans(8, status=2)[1]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     set_fsdp2(monkeypatch)
     sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}

@@ -1,4 +1,4 @@
-"""bf16 and float8 are for products and activations only, under every strategy. All that is kept or added up is float32.
+"""Only products and activations are in bf16, fp16 or float8, under every strategy. What is kept or added up is float32.
 
 One launch of two steps tells. Its rows are two different ones, again and again: 4 in the first step and 128 in the
 second one, one per micro-step. So both steps have the same mean gradient, if it is added up in float32. In bf16, with
@@ -6,6 +6,7 @@ its eight bits, the sums of 128 small numbers would be some per cent off. The le
 in bf16 would not change.
 """
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +30,10 @@ from helpers import (
 )
 from safetensors.torch import load_file
 
+from samerun.optim import LossScale
+
 RATE, EPSILON = 2e-9, 1e-30
+FLOAT16 = "--mixed_precision", "fp16"
 FLOAT8 = "--mixed_precision", "fp8", "--fp8_backend", "ao"
 IN_FLOAT8 = "fp8.yaml", "DDP", "FSDP2", "HSDP", "sequence, DDP", "sequence, FSDP2", "context, FSDP2"
 IN_BF16 = [name for name in STRATEGIES if name != "fp8.yaml"]
@@ -98,6 +102,11 @@ def test_what_is_kept_and_added_up_is_float32(two_steps, tmp_path, case):
     check_two_steps(by_strategy(tmp_path, two_steps, case), two_steps)
 
 
+@pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_BF16))
+def test_what_is_kept_and_added_up_beside_fp16_is_float32(two_steps, tmp_path, case):
+    check_two_steps(by_strategy(tmp_path, two_steps, case, options=FLOAT16), two_steps)
+
+
 @needs_torchao
 @pytest.mark.parametrize("case", slow_but("FSDP2", of=IN_FLOAT8))
 def test_what_is_kept_and_added_up_beside_float8_is_float32(two_steps, tmp_path, case):
@@ -137,6 +146,47 @@ def test_losses_in_bf16_are_near_those_in_float32(curve, tmp_path, case):
     """Nor do copies drift apart, which the checkpoint at the end would refuse."""
     config, one = curve
     check_near(by_strategy(tmp_path, config, case), one, 3e-3)  # The largest of all is 1.0e-3.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_BF16)
+def test_losses_in_fp16_are_nearer_to_those_in_float32(curve, tmp_path, case):
+    """It has three bits more than bf16."""
+    config, one = curve
+    check_near(by_strategy(tmp_path, config, case, options=FLOAT16), one, 3e-3 / 8)
+
+
+def test_steps_that_are_too_large_for_fp16_are_computed_again(tmp_path):
+    """No update is left out, and dropout draws the same numbers: the gradients of 512 equal rows add up in a matrix."""
+    config = tiny_config(tmp_path)
+    rows = write_rows(tmp_path / "equal", make_rows([24], seed=4) * 512)
+    config["data"] |= {"path": str(rows)}
+    config["batch"] = {"global_batch_size": 512, "max_micro_batch_size": 512}
+    config["run"] |= {"max_steps": 4}
+    config["optim"] |= {"warmup_steps": 0}
+    model = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    model.config.attention_dropout = 0.9
+    model.save_pretrained(config["model"]["pretrained"])
+    one, done = (
+        by_strategy(tmp_path, config, "one device", "--run.output_dir", tmp_path / precision, options=options)
+        for precision, options in {"no": ("--mixed_precision", "no"), "fp16": FLOAT16}.items()
+    )
+    assert done.logged("train/skipped_steps") == [0] * 4 and one.losses[3] < 0.95 * one.losses[0]
+    assert done.losses != one.losses and done.losses == pytest.approx(one.losses, rel=5e-5)
+
+
+def test_the_loss_scale_of_fp16():
+    number, infinite = torch.tensor(1.0), torch.tensor(math.inf)
+    scale = LossScale("fp16")
+    assert [scale.must_repeat(number, infinite) for _ in range(3)] == [True] * 3 and scale.value == 2**7
+    assert [scale.must_repeat(number, number) for _ in range(999)] == [False] * 999 and scale.value == 2**7
+    assert not scale.must_repeat(number, number) and scale.value == 2**8
+    assert not scale.must_repeat(infinite, infinite) and scale.value == 2**8  # A scale cannot mend a loss.
+    assert [scale.must_repeat(number, infinite) for _ in range(19)] == [True] * 18 + [False]
+    assert scale.value == 2**10  # None was small enough.
+    for precision in "no", "bf16", "fp8":
+        scale = LossScale(precision)
+        assert scale.value is None and not scale.must_repeat(number, infinite)
 
 
 @needs_torchao

@@ -24,7 +24,9 @@ PartialState._prepare_backend = lambda *_, **__: BACKEND
 def without_cpu(init):
     @wraps(init)
     def wrapped(self, *args, **kwargs):
-        return init(self, *args, **kwargs | {"cpu": False})
+        init(self, *args, **kwargs | {"cpu": False})
+        if self.mixed_precision == "fp16":  # On a CPU, Accelerate would compute in float32.
+            self.native_amp = True
 
     return wrapped
 

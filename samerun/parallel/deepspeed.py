@@ -122,8 +122,8 @@ class DeepSpeed(Parallelism):
             add_metrics(metrics, metrics_of_batch)
         return metrics
 
-    def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Returns the norm only. DeepSpeed clips by the same norm in its step."""
+    def clip_gradients(self, parameters: list[torch.nn.Parameter], factor: float = 1.0) -> torch.Tensor:
+        """Returns the norm only. DeepSpeed clips by the same norm in its step. The factor is 1: there is no fp16."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         norms = self.zero._get_norm_groups() if self.stage == 3 else [self.zero.scaled_global_norm()]

@@ -12,9 +12,6 @@ from samerun.errors import require
 from samerun.model.loss import patched
 from samerun.model.outline import unsplit_modules
 
-# How FSDP2 computes in bf16 and float8. Accelerate's and torch's own policies would also sum over the ranks in bf16.
-BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that are sharded one by one. One that holds the embedding, as in a BERT, is left out: the output
@@ -71,9 +68,17 @@ def before_backward(module: torch.nn.Module, accumulation: str, is_last: bool, r
         module.set_reshard_after_backward(is_last, recurse=recurse)
 
 
+def precision_policy(accelerator: Accelerator) -> MixedPrecisionPolicy:
+    """The types of FSDP2. Accelerate's and torch's own policies would also sum over the ranks in bf16 or fp16."""
+    if not accelerator.native_amp:
+        return MixedPrecisionPolicy()
+    computes_in = torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+
+
 def sharding_options(accelerator: Accelerator) -> dict[str, Any]:
     """What the launcher file says about FSDP2, as fully_shard() takes it."""
     return {
         "reshard_after_forward": accelerator.state.fsdp_plugin.reshard_after_forward,
-        "mp_policy": BF16_POLICY if accelerator.native_amp else MixedPrecisionPolicy(),
+        "mp_policy": precision_policy(accelerator),
     }

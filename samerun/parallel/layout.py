@@ -254,6 +254,12 @@ REFUSED = [
         lambda config, *_: config.optim.name == "adamw_8bit",
     ),
     Refusal(
+        ("dp_shard", *BY_HAND),
+        "model.load_in_4bit with mixed_precision fp16",
+        "it would cast the codes, which are kept as bf16; use bf16, or DDP",
+        lambda config, precision, plugin: config.model.load_in_4bit and precision == "fp16",
+    ),
+    Refusal(
         BY_HAND,
         "fsdp_activation_checkpointing_offload",
         "only Accelerate's own FSDP2 has it; set it to false",

@@ -32,9 +32,9 @@ from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
 from samerun.parallel.fsdp import (
-    BF16_POLICY,
     before_backward,
     names_of_layers,
+    precision_policy,
     shard_layers,
     sharding_options,
     whole_embeddings,
@@ -112,8 +112,7 @@ class Parallelism:
             fill_weights(model, self.accelerator.device)
             wrapped, *_ = self.accelerator.prepare(model, *optimizers)
             return wrapped
-        if self.accelerator.mixed_precision != "no":
-            self.plugin.mixed_precision_policy = BF16_POLICY
+        self.plugin.mixed_precision_policy = precision_policy(self.accelerator)
         if self.plugin.transformer_cls_names_to_wrap is None:
             self.plugin.transformer_cls_names_to_wrap = names_of_layers(model)
         with whole_embeddings(model):
@@ -317,10 +316,15 @@ class Parallelism:
         sums = dict(zip(names, values.unbind()))
         return {name: sums[name] / alike for name in metrics}
 
-    def clip_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Returns the norm of the gradients before they are clipped, a plain tensor that is the same on all ranks."""
-        norm, limit = self.norm_of_gradients(parameters), self.config.optim.max_grad_norm
+    def clip_gradients(self, parameters: list[torch.nn.Parameter], factor: float = 1.0) -> torch.Tensor:
+        """Multiply the gradients by a factor, and clip them.
+
+        Returns their norm before they are clipped, a plain tensor that is the same on all ranks.
+        """
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        norm, limit = self.norm_of_gradients(parameters), self.config.optim.max_grad_norm
         if limit and gradients:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -122,7 +122,7 @@ class SendingNothing:
 
 def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, rank: int) -> PassMemory:
     """Trace a pass of the largest micro-batch, or of what the rank has of it if ranks share rows."""
-    in_bf16 = launch.precision == "bf16"
+    in_bf16 = launch.precision in ("bf16", "fp16")  # Which take as much.
     chunked = wants_chunks(config.model, vocabulary_size(model))
     joined = joins_documents(model)
     rows = [longest_row(config.data, joined)] * launch.plan.micro_batch_size
@@ -336,7 +336,7 @@ def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: floa
 
     This rank has none of the `absent` weights.
     """
-    size = 2 if launch.precision == "bf16" else 4
+    size = 2 if launch.precision in ("bf16", "fp16") else 4
     rounded = in_4bit(model) if launch.config.model.load_in_4bit else set()
 
     def bytes_in(module: torch.nn.Module) -> float:

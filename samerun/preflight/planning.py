@@ -143,7 +143,7 @@ def sharding_file(launch: PlannedLaunch) -> str:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if precision is None:
         return f"{file} (bf16)"
-    return f"{file} --mixed_precision no" if precision == "no" else file
+    return f"{file} --mixed_precision {precision}" if precision in ("no", "fp16") else file
 
 
 def what_fits(launch: PlannedLaunch, found: transformers.PreTrainedConfig) -> str:

@@ -72,12 +72,12 @@ def export_model(setup: Setup) -> None:
 
 
 def export_dtype(config: Config, precision: str) -> torch.dtype:
-    """The type of the exported weights, see run.export_dtype. `precision` is that of the launch: no, bf16 or fp8."""
+    """The type of the exported weights, see run.export_dtype. `precision` is that of the launch."""
     asked, pretrained = config.run.export_dtype, config.model.pretrained
     if asked != "auto":
         return getattr(torch, asked)
     if not pretrained:
-        return torch.float32 if precision == "no" else torch.bfloat16
+        return {"no": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     options = {"trust_remote_code": config.model.trust_remote_code}
     with as_user_error(f"model.pretrained: cannot tell the type of {pretrained}", pretrained):
         found = transformers.AutoConfig.from_pretrained(pretrained, **options).dtype

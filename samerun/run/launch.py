@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs, memory
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    memory,
+)
 from safetensors import SafetensorError
 
 from samerun import early
@@ -153,6 +159,7 @@ def start_accelerator(config: Config) -> Accelerator:
             kwargs_handlers=[
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True),
                 InitProcessGroupKwargs(timeout=timedelta(minutes=config.run.timeout_minutes)),
+                GradScalerKwargs(enabled=False),  # LossScale takes its place: a step that it skips would be lost.
             ],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1,  # Each step sets its own number.
@@ -169,8 +176,11 @@ def start_accelerator(config: Config) -> Accelerator:
         has_units = asked != "fp8" or precision == "fp8"  # Accelerate takes fp16 where there are none.
         require(has_units, "mixed_precision fp8: this device does not multiply in float8; use bf16, or no")
         check_precision(precision)
+        in_fp16 = precision != "fp16" or accelerator.native_amp  # Accelerate computes in float32 on a CPU.
+        require(in_fp16, "mixed_precision fp16 is for GPUs, and not for DeepSpeed; use bf16, or no")
         if precision == "fp8":
             check_float8(accelerator)
+    say_if_emulated(accelerator)
     missing = {*config.run.trackers} - {"all", *map(str, accelerator.log_with)}
     require(not missing, f"run.trackers: {', '.join(missing)} is not installed; pip install it, or leave it out")
     has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
@@ -203,8 +213,8 @@ def groups_for_accelerate(layout: Layout) -> accelerate.parallelism_config.Paral
 
 
 def check_precision(precision: str) -> None:
-    # A loss scale is state of its own, which checkpoints would have to hold, and it decides about updates as well.
-    require(precision in ("no", "bf16", "fp8"), f"mixed_precision {precision} is not supported; use bf16, or no")
+    is_known = precision in ("no", "bf16", "fp16", "fp8")
+    require(is_known, f"mixed_precision {precision} is not supported; use bf16, fp16, or no")
 
 
 def check_float8(accelerator: Accelerator) -> None:
@@ -214,6 +224,13 @@ def check_float8(accelerator: Accelerator) -> None:
     # Accelerate's default is to gather weights in float8. These would be other parameters than the optimizer's under
     # DDP, and under FSDP2 the first step after a resume would scale them as if nothing had been loaded.
     recipe.config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
+
+
+def say_if_emulated(accelerator: Accelerator) -> None:
+    """GPUs older than Ampere have no units for bf16. torch computes in float32 there, and says nothing."""
+    in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
+    if in_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        say("This GPU has no units for bf16: --mixed_precision fp16 after the launcher file is faster.")
 
 
 def silence_libraries() -> None:

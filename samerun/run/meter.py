@@ -18,12 +18,15 @@ TRAINING = ("data", "micro_steps", "optimizer")  # The phases whose time counts 
 
 # Dense peak TFLOP/s by device and precision ("no" is float32), from the vendors' datasheets, without sparsity.
 PEAK_TFLOPS = {
-    "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "no": 67},
-    "H200": {"fp8": 1979, "bf16": 989, "no": 67},
-    "B200": {"fp8": 4500, "bf16": 2250, "no": 75},
-    "A100": {"bf16": 312, "no": 19.5},
-    "L40S": {"fp8": 733, "bf16": 362, "no": 91.6},
-    "L4": {"fp8": 242, "bf16": 121, "no": 30.3},
+    "H100 80GB HBM3": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67},
+    "H200": {"fp8": 1979, "bf16": 989, "fp16": 989, "no": 67},
+    "B200": {"fp8": 4500, "bf16": 2250, "fp16": 2250, "no": 75},
+    "A100": {"bf16": 312, "fp16": 312, "no": 19.5},
+    "L40S": {"fp8": 733, "bf16": 362, "fp16": 362, "no": 91.6},
+    "L4": {"fp8": 242, "bf16": 121, "fp16": 121, "no": 30.3},
+    "T4": {"fp16": 65, "no": 8.1},
+    "V100-SXM2": {"fp16": 125, "no": 15.7},
+    "V100-PCIE": {"fp16": 112, "no": 14},
 }
 
 

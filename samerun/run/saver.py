@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from samerun.errors import name_place
-from samerun.optim import Guard
+from samerun.optim import BEYOND_FP16, Guard
 from samerun.run.after_save import AfterSave
 from samerun.run.checkpoint import Progress, checkpoint_name, list_checkpoints, note_in_checkpoint, save_checkpoint
 from samerun.run.hub import PushCheckpoints
@@ -94,7 +94,7 @@ def check_skipped(setup: Setup, guard: Guard, saver: Saver, progress: Progress) 
     stage = setup.stage_at(first)
     rows = setup.train_data.rows_at(stage.row_of(first), stage.plan.global_batch_size).tolist()
     good = (list_checkpoints(setup.folder.checkpoints) or ["none"])[-1]
-    raise ArithmeticError(
-        f"the loss or gradient norm of step {first} is not finite; that update was not made. "
-        f"Rows: {rows}. Last good checkpoint: {good}"
-    )
+    told = f"the loss or gradient norm of step {first} is not finite; that update was not made"
+    if setup.accelerator.mixed_precision == "fp16":
+        told += f"; {BEYOND_FP16}"
+    raise ArithmeticError(f"{told}. Rows: {rows}. Last good checkpoint: {good}")

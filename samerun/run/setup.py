@@ -21,6 +21,7 @@ from samerun.errors import as_user_error, require, say
 from samerun.model.checks import is_same_loss, probe_row
 from samerun.model.loss import joins_documents, patched
 from samerun.model.token_bytes import TokenBytes
+from samerun.optim import BEYOND_FP16
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import trained_state
 from samerun.plan import Plan, Stage, check_length
@@ -284,7 +285,7 @@ def check_documents(setup: Setup) -> None:
         return  # float8 needs longer rows, and a fork may have rows of its own.
     row = probe_row(setup.vocabulary, packed=True)
     packed, alone = loss_in(setup, [[row]]), loss_in(setup, [[row[:, :4]], [row[:, 4:]]])
-    advice = "check the weights of model.pretrained"
+    advice = BEYOND_FP16 if precision == "fp16" else "check the weights of model.pretrained"
     require(math.isfinite(alone), f"model: the loss is {alone:g} before any step; {advice}")
     same = is_same_loss(setup.model, packed, alone) if is_exact(setup) else abs(packed - alone) <= 1e-2 * abs(alone)
     found = f"{packed:.6g} in one row, {alone:.6g} in rows of their own"

@@ -61,7 +61,7 @@ PARTS = (
     *("float8", "lora", "profile", "overhead", "others", "save", "auto"),
 )
 SKIPPED_STEPS = 3  # At the start of a run: compilation, memory pools.
-WORST = {"no": 1e-4, "bf16": 5e-3}  # Largest relative difference of a loss from the CPU's, by precision.
+WORST = {"no": 1e-4, "bf16": 5e-3, "fp16": 1e-3}  # Largest relative difference of a loss from the CPU's, by precision.
 LAUNCHERS = "single.yaml", "fp8.yaml", "multi_gpu.yaml", "fsdp2.yaml"  # The others need several processes.
 SMALL_STEPS = 20
 
@@ -83,6 +83,8 @@ def lacking_libraries() -> dict[str, str]:
     lacking = {}
     if importlib.util.find_spec("torchao") is None or not torch.cuda.is_available():
         lacking |= dict.fromkeys(("fp8.yaml", *FLOAT8), "torchao and a GPU")
+    if not torch.cuda.is_available():
+        lacking |= {name: "a GPU" for name, (precision, _) in CHECKS.items() if precision == "fp16"}
     if importlib.util.find_spec("bitsandbytes") is None:
         with_8bit = [name for name in (*CHECKS, *SPEED) if "adamw_8bit" in name]
         lacking |= dict.fromkeys((*with_8bit, QLORA), "bitsandbytes")
@@ -188,6 +190,8 @@ CHECKS = {
     "check CPU": ("no", ()),
     "check bf16": ("bf16", ()),
     "check bf16, compile": ("bf16", COMPILE),
+    "check fp16": ("fp16", ()),
+    "check fp16, compile": ("fp16", COMPILE),
     "check float32": ("no", ()),
     "check float32, 3 rows at a time": ("no", ("--batch.max_micro_batch_size", 3)),
     "check bf16, checkpointing": ("bf16", CHECKPOINTING),
