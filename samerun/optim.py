@@ -16,6 +16,7 @@ NO_MATRICES = {"A_log", "D", "b1", "b2", "dt_bias", "scale", "time_mix_key", "ti
 # What torch says of an operation that it does not have for DTensors.
 OF_SHARDS = "sharding strategy", "Sharding propagation"
 
+FIRST_SCALE, LEAST_SCALE, LARGEST_SCALE = 2.0**10, 2.0**-10, 2.0**20  # Of LossScale: powers of 2 round nothing.
 BEYOND_FP16 = "fp16 has no numbers above 65,504; use bf16, or no"
 
 
@@ -126,10 +127,8 @@ class LossScale:
     without its update, which is the same up to rounding whatever the scale is, and no checkpoint needs the scale.
     """
 
-    FIRST, LEAST, MOST = 2.0**10, 2.0**-10, 2.0**20  # Powers of 2 round nothing.
-
     def __init__(self, precision: str):
-        self.value = self.FIRST if precision == "fp16" else None  # Other precisions need none.
+        self.value = FIRST_SCALE if precision == "fp16" else None  # Other precisions need none.
         self.good_steps = 0
 
     def must_repeat(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
@@ -140,13 +139,13 @@ class LossScale:
         if not is_too_large:
             self.good_steps += 1
             if self.good_steps % 1000 == 0:  # Perhaps the gradients are smaller by now.
-                self.value = min(2 * self.value, self.MOST)
+                self.value = min(2 * self.value, LARGEST_SCALE)
             return False
         self.good_steps = 0
-        if self.value > self.LEAST:
+        if self.value > LEAST_SCALE:
             self.value /= 2
             return True
-        self.value = self.FIRST  # No scale helps, and Guard skips the update.
+        self.value = FIRST_SCALE  # No scale helps, and Guard skips the update.
         return False
 
 
