@@ -227,8 +227,8 @@ class Model(Section):
     """Run the Python code that comes with the model or the tokenizer."""
     attention: MayChange[str] = "sdpa"
     """Attention of transformers: sdpa, eager, flex_attention, flash_attention_2 and others."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights. bfloat16 is for the frozen weights below a LoRA adapter."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights. Those of 16 bits are for the frozen weights below a LoRA adapter."""
     lora: dict[str, Any] | None = None
     """Train only a LoRA adapter. Fields of peft.LoraConfig, such as r and lora_alpha."""
     load_in_4bit: bool = False
@@ -332,7 +332,8 @@ class Config(Section):
         needed = "run.patience needs data.eval_fraction or eval_source, and run.eval_every"
         require(regular or not self.run.patience, needed)
         dtype_fits = self.model.dtype == "float32" or self.model.lora is not None
-        require(dtype_fits, "model.dtype bfloat16 is for frozen weights, under model.lora; otherwise use float32")
+        of_frozen = f"model.dtype {self.model.dtype} is for frozen weights, under model.lora; otherwise use float32"
+        require(dtype_fits, of_frozen)
         self.check_batch()
         self.check_tokenizer()
         for name in self.run.tracker_options:

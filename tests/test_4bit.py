@@ -11,7 +11,7 @@ import pytest
 import test_launchers
 import torch
 import transformers
-from helpers import difference, launch, run, tiny_config
+from helpers import by_strategy, difference, launch, run, slow_but, tiny_config
 from reference import evaluation_loss, shuffled, train_reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -104,6 +104,16 @@ def test_equals_the_plain_loop_above_rounded_numbers(qlora, tmp_path):
     above = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "model")
     assert evaluation_loss(merged, held_out) == pytest.approx(evaluation_loss(above, held_out), rel=1e-6)
     assert evaluation_loss(merged, held_out) != pytest.approx(done.logged("eval/loss")[-1], rel=1e-5)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("case", slow_but("FSDP2", of=["one device", "DDP", "FSDP2"]))
+def test_is_near_the_plain_loop_in_fp16(qlora, tmp_path, case):
+    """FSDP2 computes with the codes that the ranks have gathered, and casts none."""
+    config, _, truth, _ = qlora
+    done = by_strategy(tmp_path, config, case, "--model.dtype", "float16", options=("--mixed_precision", "fp16"))
+    assert np.abs(np.array(done.losses) / truth.losses - 1).max() < 2e-3
+    assert done.logged("train/skipped_steps")[-1] == 0
 
 
 @needs_bitsandbytes

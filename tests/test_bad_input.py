@@ -291,6 +291,12 @@ case(
     "run.max_steps 0 only evaluates, and needs data.eval_fraction or data.eval_source",
 )
 case(
+    "frozen weights of another type than the launch",
+    {"model.dtype": "float16", "model.lora": {"r": 2, "target_modules": ["q_proj"]}},
+    "model.dtype float16: with mixed_precision bf16, use bfloat16",
+    env={"ACCELERATE_MIXED_PRECISION": "bf16"},
+)
+case(
     "prompts without an evaluation", {"eval.prompts": ["a"]}, "eval.prompts need data.eval_fraction or data.eval_source"
 )
 case(

@@ -280,14 +280,8 @@ def test_two_machines_without_a_common_run_folder(config, tmp_path):
             ("--fsdp_cpu_ram_efficient_loading", "true"),  # With which Accelerate cannot take the buffers of DeepSeek.
             "fsdp_cpu_ram_efficient_loading: each rank reads only its part anyway; set it to false",
         ),
-        (
-            ("--model.load_in_4bit", "true"),
-            ("--mixed_precision", "fp16"),
-            "model.load_in_4bit with mixed_precision fp16: it would cast the codes, which are kept as bf16; use bf16, "
-            "or DDP",
-        ),
     ],
-    ids=["muon", "8 bits", "loading", "4 bits"],
+    ids=["muon", "8 bits", "loading"],
 )
 def test_refused_under_fsdp2(config, tmp_path, setting, options, message):
     how = {"options": (*FLOAT32, *options), "expect": None, "warm": True}

@@ -69,7 +69,7 @@ def outlined_model(
                 weights.fill(model, torch.device("cpu"))
             model = add_lora(model, config.lora, new_tokens)
             if config.dtype != "float32":
-                train_in_float32(model)
+                train_in_float32(model, getattr(torch, config.dtype))
     model.first_weights = weights
     if config.gradient_checkpointing:
         recompute_layers(model, "model.gradient_checkpointing", config.gradient_checkpointing == "selective")

@@ -86,10 +86,10 @@ def starts_from_weights(lora: dict[str, Any]) -> bool:
     return lora.get("init_lora_weights", True) not in (True, False, "gaussian") or lora.get("use_dora", False)
 
 
-def train_in_float32(model: torch.nn.Module) -> None:
-    """Let lora.modules_to_save be float32 beside frozen weights in bf16, for which most updates are too small.
+def train_in_float32(model: torch.nn.Module, of_frozen: torch.dtype) -> None:
+    """Let lora.modules_to_save be float32 beside frozen weights in 16 bits, for which most updates are too small.
 
-    peft itself sees to that for its adapters. Such a module computes in float32, and returns bf16 to the layers.
+    peft itself sees to that for its adapters. Such a module computes in float32, and returns 16 bits to the layers.
     """
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -97,7 +97,7 @@ def train_in_float32(model: torch.nn.Module) -> None:
         return as_type(torch.float32, (args, options))
 
     def after(module: torch.nn.Module, args: tuple, output: Any) -> Any:
-        return as_type(torch.bfloat16, output)
+        return as_type(of_frozen, output)
 
     def as_type(dtype: torch.dtype, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)

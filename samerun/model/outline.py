@@ -120,7 +120,8 @@ def four_bits(config: Model) -> transformers.BitsAndBytesConfig:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=getattr(torch, config.dtype),
-        bnb_4bit_quant_storage=torch.bfloat16,  # FSDP2 shards no integers, and may cast other types to this one.
+        # FSDP2 shards no integers, and would cast codes that are kept as another type than it computes in.
+        bnb_4bit_quant_storage=torch.float16 if config.dtype == "float16" else torch.bfloat16,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
-from samerun.config import Config
+from samerun.config import Config, Model
 from samerun.errors import UserError, require
 
 
@@ -254,12 +254,6 @@ REFUSED = [
         lambda config, *_: config.optim.name == "adamw_8bit",
     ),
     Refusal(
-        ("dp_shard", *BY_HAND),
-        "model.load_in_4bit with mixed_precision fp16",
-        "it would cast the codes, which are kept as bf16; use bf16, or DDP",
-        lambda config, precision, plugin: config.model.load_in_4bit and precision == "fp16",
-    ),
-    Refusal(
         BY_HAND,
         "fsdp_activation_checkpointing_offload",
         "only Accelerate's own FSDP2 has it; set it to false",
@@ -288,8 +282,19 @@ def check_combination(layout: Layout, config: Config, precision: str, plugin: An
     file, is_there = needs.get(accumulation, ("", True))
     advice = f"take accelerate_configs/{file}.yaml, or use immediate"
     require(is_there, f"batch.accumulation {accumulation}: needs {file.upper()}; {advice}")
+    check_frozen_type(config.model, precision)
     for refusal in REFUSED:
         used = [name for name in refusal.dimensions if layout.uses(name)]
         if used and refusal.is_asked(config, precision, plugin):
             what = f"cannot be combined with {refusal.setting}: {refusal.reason}"
             raise UserError(f"{layout.setting(used[0])}: {what}")
+
+
+def check_frozen_type(model: Model, precision: str) -> None:
+    """Raises UserError for frozen weights in the other type of 16 bits than that of the launch.
+
+    torch's autocast does not compute with both. Weights in 4 bits compute in their own type.
+    """
+    given, fits = model.dtype, "float16" if precision == "fp16" else "bfloat16"
+    is_same = given == fits or (given == "float32" and not (precision == "fp16" and model.load_in_4bit))
+    require(is_same, f"model.dtype {given}: with mixed_precision {precision}, use {fits}")

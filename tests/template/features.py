@@ -31,7 +31,7 @@ def lora(house: House) -> None:
     house.drop_parameter("flops_per_token", "lora", None)
     house.drop_statements("silence_libraries", ".is_gradient_check")
     house.drop_element("REFUSED", "model.lora")
-    house.drop_element("REFUSED", "model.load_in_4bit with mixed_precision fp16")
+    house.drop_definition("check_frozen_type")
     house.drop_statements("export_checkpoint", "--merge")
     house.drop_statements("export_checkpoint", "refusal")
     house.drop_definition("check_same_adapter")
