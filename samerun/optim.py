@@ -158,7 +158,8 @@ def first_update(optimizer: torch.optim.Optimizer) -> None:
     except RuntimeError as error:
         if not any(word in str(error) for word in OF_SHARDS):
             raise
-        advice = "take one without fused=True, another one, or a launcher file that does not divide them"
+        first = "take one without fused=True, another one" if is_fused(optimizer) else "take another one"
+        advice = f"{first}, or a launcher file that does not divide them"
         raise UserError(f"{name} cannot update weights that ranks divide ({one_line(error)}); {advice}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):  # That of DeepSpeed calls one of torch.
         return

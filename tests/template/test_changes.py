@@ -689,10 +689,18 @@ def test_the_state_of_a_part_is_refused(divided_weight):
         first_update(OfParts([divided_weight]))
 
 
-@pytest.mark.parametrize("kind, options", [("SGD", {"fused": True}), ("Adagrad", {"fused": True}), ("Adafactor", {})])
-def test_optimizers_of_torch_that_are_not_for_divided_weights(divided_weight, kind, options):
+@pytest.mark.parametrize(
+    "kind, options, advice",
+    [
+        ("SGD", {"fused": True}, "take one without fused=True, another one, or"),
+        ("Adagrad", {"fused": True}, "take one without fused=True, another one, or"),
+        ("Adafactor", {}, "take another one, or"),
+    ],
+)
+def test_optimizers_of_torch_that_are_not_for_divided_weights(divided_weight, kind, options, advice):
     optimizer = getattr(torch.optim, kind)([divided_weight], lr=0.1, **options)
-    with pytest.raises(UserError, match=f"build_optimizer: {kind} cannot update weights that ranks divide .*; take "):
+    told = f"build_optimizer: {kind} cannot update weights that ranks divide .*; {advice} a launcher file"
+    with pytest.raises(UserError, match=told):
         first_update(optimizer)
 
 
