@@ -128,10 +128,11 @@ def test_all_checkpoints_damaged(whole, copy, tmp_path):
 
 KNOWN = ("config", "step", "skipped_steps", "skipped_in_a_row", "rows", "tokens", "real_tokens", "target_tokens")
 KNOWN += ("evaluated_step", "best_loss", "best_checkpoint", "lowest_loss", "evaluations_in_vain", "own", "files")
+KNOWN += ("sources", "model", "max_steps", "code", "launch")  # With these a resume compares the launch.
 
 
 def test_damaged_fields_of_a_manifest(copy):
-    """Each is taken away, or made what it cannot be. Those that only inform may be anything."""
+    """Each is taken away, or made what it cannot be. Those that nobody reads may be anything."""
     newest = copy / "checkpoints" / "step-00000006"
     whole = json.loads((newest / "manifest.json").read_text())
     passed_over = set()
@@ -147,7 +148,7 @@ def test_damaged_fields_of_a_manifest(copy):
     expected = {(name, change) for name in KNOWN for change in ("None", "[]", "x", "-1")}
     expected |= {(name, "gone") for name in ("config", "step", "files")}  # The others may be newer than a checkpoint.
     expected |= {(f"source_{name}", change) for name in ("sums", "targets") for change in ("[]", "x", "-1")}
-    may_be_lower = "best_loss", "lowest_loss", "evaluated_step", "evaluations_in_vain"
+    may_be_lower = "best_loss", "lowest_loss", "evaluated_step", "evaluations_in_vain", "max_steps"
     usable = {("best_checkpoint", "x"), *((name, "-1") for name in may_be_lower)}
     assert passed_over == expected - usable
 

@@ -80,6 +80,10 @@ class Progress:
         return self.best_checkpoint == checkpoint_name(self.step)
 
 
+# What else a resume reads in a manifest, besides its config. Older ones do not say it.
+OF_RUN = {"sources": dict, "model": dict, "max_steps": int, "code": dict, "launch": dict}
+
+
 def progress_in(manifest: dict[str, Any]) -> Progress:
     """What a manifest says. Raises UserError if it is no progress."""
     try:
@@ -231,6 +235,8 @@ def read_manifest(folder: Path) -> dict:
         require(not others, f"{min(others, default='')} beside it is not part of it, but would be read; move it away")
         are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
         require(are_sizes_and_sums, "its files are not listed by size and checksum")
+        wrong = [name for name, kind in OF_RUN.items() if not isinstance(manifest.get(name, kind()), kind)]
+        require(not wrong, f"its {wrong} are not of the kind that a run writes")
         return manifest
 
 

@@ -116,6 +116,7 @@ def sources(house: House) -> None:
     house.drop_statements("check_unchanged", "changed_sources")
     house.drop_definition("changed_sources")
     house.drop_element("run_record", "sources")
+    house.drop_element("OF_RUN", "sources")
     house.drop_definition("Mixture")
     house.replace("Data.has_chats", "any(source.format == 'chat' for source in (self.sources or {}).values())", "False")
     house.drop_setting("data.sources", None)
