@@ -492,6 +492,29 @@ def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
     assert done.status == {"status": "finished", "step": 5}
 
 
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_folder_that_another_run_has_by_now(tmp_path, monkeypatch, log_every):
+    """Somebody deletes it while the run goes on, and starts another one there: that alone writes into it."""
+    folder, train_step = tmp_path / "run", train.train_step
+
+    def replaced(setup, batch, *more):
+        if batch.step == 3:
+            folder.rename(tmp_path / "before")
+            folder.mkdir()
+            for name in (".lock", "metrics.jsonl", "status.json"):
+                (folder / name).write_text("of another run")
+        return train_step(setup, batch, *more)
+
+    monkeypatch.setattr(train, "train_step", replaced)
+    done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5, "--run.log_every", log_every, expect=2)
+    assert [line for line in done.output.splitlines() if line.startswith("error:")] == [
+        f"error: run.output_dir {folder} was replaced, and another run uses it; this one has ended"
+    ]
+    assert {path.name: path.read_text() for path in folder.rglob("*")} == {
+        name: "of another run" for name in (".lock", "metrics.jsonl", "status.json")
+    }
+
+
 def test_extended(again, tmp_path):
     """A finished run may be made longer; the schedule is then that of the longer run, which is said."""
     config, before = again

@@ -46,6 +46,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.track: Callable = lambda metrics, step: None  # Until start_trackers(). It then gives them to the trackers.
         self.lock = FileLock(self.path / ".lock")
+        self.held: os.stat_result | None = None  # The lock's file.
         self.logged_step: int | None = None  # None until begin().
         self.failure: OSError | None = None  # Of a log line.
         self.saved_step = 0  # The last one that was seen to have a checkpoint in this folder.
@@ -65,6 +66,7 @@ class RunFolder:
                     holder = self.read_status().get("process", "another process")
                     say(f"{self.path} is in use, by {holder} if that still runs. Waiting for {self.PATIENCE} s.")
                     self.lock.acquire(timeout=self.PATIENCE)
+                self.held = os.stat(self.lock.lock_file)
         return self
 
     def __exit__(self, kind, error, traceback) -> bool:
@@ -171,6 +173,15 @@ class RunFolder:
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
 
+    def check_is_held(self) -> None:
+        """Raises UserError if the folder is another one by now. A lock keeps nobody from deleting a folder, and from
+        starting another run there: this one would write into its files."""
+        if is_main_process() and os.path.exists(self.lock.lock_file):
+            is_same = os.path.samestat(self.held, os.stat(self.lock.lock_file))
+            if not is_same:
+                self.logged_step, self.new_folders = None, []  # So that nothing is noted or removed there.
+            require(is_same, f"run.output_dir {self.path} was replaced, and another run uses it; this one has ended")
+
     def log_status(self, step: int) -> None:
         """Write down that the run goes on, and has come to this step."""
         self.logged_step = step
@@ -237,6 +248,7 @@ class RunFolder:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write to metrics.jsonl and to the trackers. JSON knows no NaN or infinity: they become null."""
+        self.check_is_held()
         metrics = {name: None if is_not_finite(value) else value for name, value in metrics.items()}
         known = {name: value for name, value in metrics.items() if value is not None}
         try:
