@@ -351,6 +351,11 @@ def is_elastic() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
+def has_other_launchers() -> bool:
+    """Whether each of several nodes has a launcher, as those of torchrun and Accelerate, which waits for the others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and number_in("WORLD_SIZE") > number_in("LOCAL_WORLD_SIZE")
+
+
 def leave_at_signals() -> None:
     """End this process if a signal has come: it has not begun anything."""
     if earlier_signals:

@@ -240,16 +240,33 @@ def test_two_machines(runs, config, tmp_path):
     assert_same(Done(0, output, tmp_path / "run"), runs(None))
 
 
+def when_training(folder: Path, machines: list[subprocess.Popen]) -> Done:
+    done = Done(0, "", folder / "run")
+    while not (done.folder / "metrics.jsonl").exists() or not done.losses:
+        assert all(machine.poll() is None for machine in machines)
+        time.sleep(0.1)
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [subprocess.Popen.terminate, subprocess.Popen.kill])
+def test_a_machine_whose_launcher_is_stopped(config, tmp_path, stop):
+    """All machines end at once. By itself, the other launcher would wait 5 minutes for this one, and hold the port."""
+    machines = start_machines(tmp_path, config, "--run.max_steps", 100_000, processes=2)
+    done = when_training(tmp_path, machines)
+    stop(machines[1])
+    began = time.monotonic()
+    output = finish(*machines, fails=True)
+    assert time.monotonic() - began < 60 and done.status["status"] == "stopped", output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost, rank", [(0, 0), (1, 2)])
 def test_a_machine_that_is_lost(config, tmp_path, lost, rank):
     """Of two ranks each. It is named, also in status.json if the main process goes on, which no other rank silences."""
     endless = "--run.max_steps", 100_000, "--run.timeout_minutes", 0.2
     machines = start_machines(tmp_path, config, *endless, processes=4)
-    done = Done(0, "", tmp_path / "run")
-    while not (done.folder / "metrics.jsonl").exists() or not done.losses:
-        assert all(machine.poll() is None for machine in machines)
-        time.sleep(0.1)
+    done = when_training(tmp_path, machines)
     kill_tree(machines[lost])
     output = finish(*machines, fails=True)
     said = re.findall("^error: .*", output, re.M)

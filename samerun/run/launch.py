@@ -42,7 +42,7 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.meeting import is_elastic, number_in
+from samerun.meeting import has_other_launchers, is_elastic, number_in
 from samerun.parallel.layout import Layout, layout_of, uses_fsdp
 from samerun.plan import Plan
 
@@ -297,8 +297,9 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def exit_status(stopped: bool, stop: StopSignal) -> int:
-    """0, except for a rank that stopped because of another node's signal: elastic torchrun restarts it if it fails."""
-    return int(stopped and not stop.requested and is_elastic())
+    """0, except for a rank that stopped because of another node's signal: elastic torchrun restarts it if it fails, and
+    other launchers would wait 5 minutes for that of the node, which may have ended."""
+    return int(stopped and not stop.requested and (is_elastic() or has_other_launchers()))
 
 
 def report(error: BaseException) -> int:
