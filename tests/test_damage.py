@@ -367,6 +367,10 @@ def test_what_curves_show(tmp_path, monkeypatch):
     os.utime(tmp_path / "curves.png", (time.time() - 61,) * 2)
     draw_curves(tmp_path, at_most_every=60)
     assert len(drawn) == 2
+    for seconds in 60, 0:  # In a run, and at its end.
+        os.utime(tmp_path / "curves.png", (time.time() + 99,) * 2)
+        draw_curves(tmp_path, at_most_every=seconds)
+    assert len(drawn) == 4
 
 
 def test_curves_of_many_metrics_take_little_memory(tmp_path):

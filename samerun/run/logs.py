@@ -28,7 +28,8 @@ def draw_curves(folder: Path, at_most_every: float = 0.0) -> None:
     """
     picture = folder / "curves.png"
     try:
-        if picture.exists() and time.time() - picture.stat().st_mtime < at_most_every:
+        # One of the future is drawn anew: a clock was set back, or the disk has another one.
+        if picture.exists() and 0 <= time.time() - picture.stat().st_mtime < at_most_every:
             return
         draw_picture(folder / "metrics.jsonl", picture)
     except (OSError, ValueError) as error:
