@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -490,6 +491,29 @@ def test_a_busy_folder_is_told_at_once_and_waited_for(tmp_path, monkeypatch):
     done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5)
     assert told == [f"{folder} is in use, by process 12 on elsewhere if that still runs. Waiting for 45 s."]
     assert done.status == {"status": "finished", "step": 5}
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_a_signal_while_a_folder_is_waited_for(tmp_path, monkeypatch, seconds):
+    """It is answered at once, and not after the 45 s: launchers and schedulers kill after 30."""
+    folder, say = tmp_path / "run", folder_room.say
+    folder.mkdir()
+    holder = FileLock(folder / ".lock")
+    holder.acquire()
+
+    def heard(text):
+        say(text)
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        if not seconds:
+            timer.join()
+
+    monkeypatch.setattr(folder_room, "say", heard)
+    began = time.monotonic()
+    done = run(tmp_path, tiny_config(tmp_path), expect=1)
+    holder.release()
+    assert time.monotonic() - began < 20 and os.listdir(folder) == [".lock"]
+    assert done.output.endswith("Stopped by SIGTERM; the same command continues.\n")
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

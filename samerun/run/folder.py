@@ -65,7 +65,11 @@ class RunFolder:
                 except Timeout:
                     holder = self.read_status().get("process", "another process")
                     say(f"{self.path} is in use, by {holder} if that still runs. Waiting for {self.PATIENCE} s.")
+                    StopSignal.raises = True
+                    if StopSignal.requested:
+                        raise Stopped(StopSignal.requested) from None
                     self.lock.acquire(timeout=self.PATIENCE)
+                    StopSignal.raises = False
                 self.held = os.stat(self.lock.lock_file)
         return self
 
