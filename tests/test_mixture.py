@@ -90,6 +90,8 @@ def test_the_stream(folder, seed):
         assert [row for source, row in stream if source == name][:100] == shuffled(seed, size, 400)[
             : 40 * COUNTS[name]
         ][:100]
+    read = [row[0, :2].tolist() for row in data.read_rows(data.rows_at(0, 400))]  # One source after the other.
+    assert read == sorted(([list(SIZES).index(source), row] for source, row in stream), key=lambda it: it[0])
     lengths, targets = data.sizes(data.rows_at(0, 400))
     assert lengths.tolist() == [2 + row % 5 for _, row in stream] and (targets == lengths - 1).all()
     far = 10**9 + 3
@@ -123,6 +125,14 @@ def test_what_the_sources_count_together(tmp_path):
     assert len(data) == 12 and data.tokens == pytest.approx(12 * (2 + 6) / 2)
     assert data.attention_length() == pytest.approx((4 + 36) / (2 + 6))
     assert data.source_ends(np.empty(0, np.int64), joined=False) == {"web": 0, "math": 0}
+
+
+def test_what_is_noted_of_a_source_has_its_name(tmp_path):
+    """In data.sources may be many."""
+    for name, first in ("web", [5, 6]), ("math", [-100, -100]):
+        write_rows(tmp_path / name, [{"input_ids": [5, 6], "labels": labels} for labels in (first, [5, 6])])
+    data = training_rows(config_of(tmp_path, ("web", "math")))
+    assert data.index["notes"] == ["math: rows without a target token, from which nothing is learned: 1 of 2."]
 
 
 def test_a_source_does_not_notice_the_others(folder):

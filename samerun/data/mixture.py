@@ -86,14 +86,11 @@ class Mixture(Dataset):
 
     def rows_in(self, stage: MixtureStage, start: int, count: int) -> np.ndarray:
         """As rows_at(), if all of the rows are in this stage."""
-        skipped = (start - stage.first_row) % len(stage)  # Before them in their first block.
-        first, whole = start - skipped, math.ceil((skipped + count) / len(stage)) * len(stage)
-        owners = stage.owners(first, whole)
-        rows = np.empty(whole, np.int64)
-        for number, (data, before) in enumerate(zip(self.sources.values(), stage.count_before(first).tolist())):
+        owners, rows = stage.owners(start, count), np.empty(count, np.int64)
+        for number, (data, before) in enumerate(zip(self.sources.values(), stage.count_before(start).tolist())):
             own = owners == number
             rows[own] = self.offsets[number] + data.rows_at(before, own.sum())
-        return rows[skipped:][:count]
+        return rows
 
     def read(self, row: int) -> np.ndarray:
         """As Dataset.read()."""
