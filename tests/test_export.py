@@ -114,6 +114,8 @@ def test_files_are_those_of_save_pretrained(tmp_path, shard_size, kind, size, dt
     for rank in 2, 1, 0:
         read = lambda name, ranks, rank=rank: weights[name] if rank in ranks else None  # noqa: E731
         write_weights(model, without_storage(weights, dtype), read, tmp_path / "ours", rank, ranks=3)
+    for path in (tmp_path / "ours").glob("*.safetensors"):  # Where the numbers begin, as there.
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     saved = {name for file in contents(tmp_path / "theirs").values() for name in file}
     as_they_are = saved == weights.keys()
     if as_they_are:
@@ -141,6 +143,16 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, shard_size):
     whole = sum(one.nbytes for one in weights.values())
     assert most <= 2 * layer < whole / 2
     assert contents(tmp_path).keys() == {"model.safetensors"}
+
+
+def test_a_tensor_of_any_strides(tmp_path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    tensors = {"row": whole[1], "column": whole[:, 1], "turned": whole.T, "repeated": whole[:1].expand(3, 4)}
+    file = export.SafetensorsFile(tmp_path / "a", tensors)
+    for name, tensor in tensors.items():
+        file.write(name, tensor)
+    file.close()
+    assert difference(load_file(tmp_path / "a"), tensors) == 0
 
 
 def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path):
@@ -178,9 +190,16 @@ def test_the_type(tmp_path, asked, saved, precision, expected, is_said):
         assert found["dtype"] == saved
         if not is_said:
             del found["dtype"]
+            found["attn_implementation"] = "flash_attention_2"  # Which is not installed here.
             (tmp_path / "config.json").write_text(json.dumps(found))
     config = Config.model_construct(run=Run(export_dtype=asked), model=model)
     assert export_dtype(config, precision) == getattr(torch, expected)
+
+
+def test_numbers_that_count_keep_their_type():
+    """Such as the batches that a norm has seen."""
+    planned = without_storage(torch.nn.BatchNorm1d(2).state_dict(), torch.bfloat16)
+    assert planned["weight"].dtype == torch.bfloat16 and planned["num_batches_tracked"].dtype == torch.int64
 
 
 def checkpoint_weights(done: Done, step: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ that writes it. Names and index of the files are those of save_pretrained(), and
 huggingface_hub.
 """
 
-import copy
 import json
 import os
 import re
@@ -209,9 +208,8 @@ class SafetensorsFile:
 def write_configs(model: transformers.PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """All that save_pretrained() writes besides the weights, which it would delete. The config has their type."""
     model.save_pretrained(folder, state_dict={})
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.save_pretrained(folder)
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
 
 
 def write_tokenizer(model: torch.nn.Module, tokenizer: Any, config: Config, folder: Path) -> None:
