@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -160,6 +161,16 @@ def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path):
     file.write("one", torch.ones(2))
     with pytest.raises(ValueError, match="a lacks other"):
         file.close()
+
+
+def test_what_a_rank_has_written_is_on_the_disk(tmp_path, monkeypatch):
+    """The main process, which gives the folder its name, may be on another machine."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    file = export.SafetensorsFile(tmp_path / "a", {"one": torch.zeros(2)})
+    file.write("one", torch.ones(2))
+    file.close()
+    assert synced == [(tmp_path / "a").stat().st_size]
 
 
 # Type -----------------------------------------------------------------------------------------------------------------
@@ -330,6 +341,16 @@ def assert_same_model(some: Path, other: Path) -> None:
             assert json.loads(path.read_text()) == json.loads((other / path.name).read_text()), path.name
 
 
+def chat_data(folder: Path) -> dict:
+    """Chats whose turns end with a token that is new to the model."""
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 12
+    template = (ROOT / "configs" / "chat_template.jinja").read_text().replace("<|im_end|>", "</turn>")
+    (folder / "template.jinja").write_text(template)
+    data = {"path": str(write_rows(folder / "chats", [{"messages": chat} for chat in chats])), "format": "chat"}
+    data |= {"tokenizer": "bytes", "special_tokens": ["</turn>"], "packing": "none", "sequence_length": 32}
+    return data | {"chat_template": str(folder / "template.jinja")}
+
+
 @pytest.mark.parametrize("kind", ["pretrained", "new", "new, in bf16", "tied", "mixture", "bf16", "chat"])
 def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, monkeypatch, kind):
     """File by file, from a pretrained or a new model, with tied weights, experts, and tokens that are new to it. With
@@ -346,12 +367,7 @@ def test_a_checkpoint_becomes_what_its_run_exports(tmp_path, monkeypatch, kind):
         family("llama").bfloat16().save_pretrained(tmp_path / "bf16")
         config["model"]["pretrained"] = str(tmp_path / "bf16")
     elif kind == "chat":
-        chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 12
-        config["data"] = {"path": str(write_rows(tmp_path / "chats", [{"messages": chat} for chat in chats]))}
-        config["data"] |= {"format": "chat", "tokenizer": "bytes", "special_tokens": ["</turn>"], "packing": "none"}
-        config["data"] |= {"sequence_length": 32, "chat_template": str(tmp_path / "template.jinja")}
-        template = (ROOT / "configs" / "chat_template.jinja").read_text().replace("<|im_end|>", "</turn>")
-        (tmp_path / "template.jinja").write_text(template)
+        config["data"] = chat_data(tmp_path)
     with monkeypatch.context() as patch:
         if kind == "new, in bf16":
             patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -566,6 +582,19 @@ def test_another_tokenizer_is_refused(kept, tmp_path):
     assert_same_files(tmp_path / "same" / "out", tmp_path / "out")
 
 
+def test_a_signal_ends_an_export(kept, tmp_path, monkeypatch):
+    """At once, and nothing of it is left."""
+    config, done = kept
+    close = export.SafetensorsFile.close
+    monkeypatch.setattr(
+        export.SafetensorsFile, "close", lambda file: signal.raise_signal(signal.SIGTERM) or close(file)
+    )
+    signal.signal(signal.SIGTERM, lambda *_: None)  # What the caller of main() does at a signal.
+    ended = exported(done, config, tmp_path, "last", "--run.output_dir", done.folder, expect=None)
+    assert "Stopped by SIGTERM" in ended.output and "Exported" not in ended.output
+    assert not [*tmp_path.glob("out"), *tmp_path.glob(".out*")]
+
+
 @pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_exported_leaves_the_old_model(kept, tmp_path):
     config, done = kept
@@ -668,6 +697,30 @@ def test_an_adapter_that_changes_what_is_below_it(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, both(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_of_a_chat_says_where_an_answer_ends(tmp_path):
+    """peft saves no generation_config.json with what model.lora trains."""
+    config = tiny_config(tmp_path)
+    config["data"], config["model"]["lora"] = chat_data(tmp_path), {"r": 2}
+    folder = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0).folder / "model"
+    end = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("</turn>")
+    assert end in transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+
+
+def test_an_adapter_above_files_that_cannot_be_read_in_part(tmp_path):
+    """Those that torch has pickled. The run has read them in bf16, and its export has the embeddings as they are."""
+    config = tiny_config(tmp_path)
+    start = Path(config["model"]["pretrained"])
+    weights = load_file(start / "model.safetensors")
+    torch.save(weights, start / "pytorch_model.bin")
+    (start / "model.safetensors").unlink()
+    config["model"] |= {"dtype": "bfloat16", "lora": {"r": 2, "target_modules": ["embed_tokens"]}}
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 1, 0
+    exported(run(tmp_path, config), config, tmp_path, "last")
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    [embedding] = (saved[name] for name in saved if "lora" not in name)
+    assert torch.equal(embedding, weights["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(

@@ -400,13 +400,11 @@ def test_a_mistake_is_refused_by_the_name_of_a_weight(truth, tmp_path, mistake, 
     assert re.fullmatch(expected, found)
 
 
-def test_what_the_whole_model_computes(monkeypatch):
-    """The norms of the gradients of a plain backward pass, from the last layer to the first, and of all of them. Chunks
-    of the loss are compared with it, so it has none."""
-    monkeypatch.setattr("samerun.model.loss.loss_in_chunks", None)
+def test_what_the_whole_model_computes():
+    """The norms of the gradients of a plain backward pass, from the last layer to the first, and of all of them."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    found = try_out_whole(model, partial(loss_of_run(), chunked=True))
+    found = try_out_whole(model, loss_of_run())
     assert all(weight.grad is None for weight in model.parameters())
     batch = probe_batch(model, model.device)
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
@@ -418,6 +416,13 @@ def test_what_the_whole_model_computes(monkeypatch):
     names = list(found)
     assert (names[0], names[1], names[-1]) == ("loss", "gradient of lm_head.weight", "gradient norm")
     assert names[-2] == "gradient of model.embed_tokens.weight"
+
+
+def test_the_whole_model_has_no_chunks(monkeypatch):
+    """Those of model.chunked_loss, on ranks that have divided it, are compared with it."""
+    monkeypatch.setattr("samerun.model.loss.loss_in_chunks", None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    assert try_out_whole(model, partial(loss_of_run(), chunked=True))
 
 
 @pytest.mark.parametrize(

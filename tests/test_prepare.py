@@ -238,6 +238,8 @@ def test_a_launch_without_network_after_prepare(published, tmp_path):
     done = launch(tmp_path, config, processes=None, env=hub.environment | caches, timeout=100)
     assert "The Hub cannot be reached" in done.output and "Tokenizing" not in done.output
     assert len(done.losses) == 1 and files_in(tmp_path / "cache") == made
+    export = launch(tmp_path, config, "--export", "last", processes=None, env=hub.environment | caches, timeout=100)
+    assert "The Hub cannot be reached" in export.output and "Exported" in export.output
 
 
 @pytest.mark.slow
