@@ -156,6 +156,13 @@ def test_a_tensor_of_any_strides(tmp_path):
     assert difference(load_file(tmp_path / "a"), tensors) == 0
 
 
+def test_what_is_written_at_a_time():
+    """All of a layer, because a file may have one matrix for its experts."""
+    layer = [f"model.layers.0.{name}" for name in ("experts.0.up", "experts.1.up", "norm")]
+    other = ["model.layers.1.norm"]
+    assert list(export.by_layer(["embed", *layer, *other]).values()) == [["embed"], layer, other]
+
+
 def test_a_file_that_lacks_a_tensor_is_an_error(tmp_path):
     file = export.SafetensorsFile(tmp_path / "a", {"one": torch.zeros(2), "other": torch.zeros(())})
     file.write("one", torch.ones(2))
@@ -706,6 +713,28 @@ def test_an_adapter_of_a_chat_says_where_an_answer_ends(tmp_path):
     folder = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0).folder / "model"
     end = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("</turn>")
     assert end in transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+
+
+def test_an_adapter_above_embeddings_that_have_grown(tmp_path):
+    """For a tokenizer of more tokens than the model has. Their rows are drawn, and no others would be as good below
+    what model.lora trains, so they are saved with it."""
+    config = tiny_config(tmp_path)
+    start = Path(config["model"]["pretrained"])
+    small = transformers.AutoModelForCausalLM.from_pretrained(start)
+    small.resize_token_embeddings(100)
+    small.save_pretrained(start)
+    (tmp_path / "a.txt").write_text("A text about nothing. " * 40)
+    config["data"] |= {"path": None, "files": str(tmp_path / "a.txt"), "format": "text", "packing": "concat"}
+    config["data"]["eval_source"], config["model"]["lora"] = None, {"r": 2}
+    config["run"]["max_steps"], config["optim"]["warmup_steps"] = 1, 0
+    done = run(tmp_path, config)
+    saved = load_file(done.folder / "model" / "adapter_model.safetensors")
+    whole = {name: weight for name, weight in saved.items() if "lora" not in name}
+    assert {len(weight) for weight in whole.values()} == {VOCABULARY} and len(whole) == 2
+    for name, before in ("model.embed_tokens", small.get_input_embeddings()), ("lm_head", small.lm_head):
+        assert torch.equal(whole[f"base_model.model.{name}.weight"][:100], before.weight)
+    exported(done, config, tmp_path, "last")
+    assert_same_weights(tmp_path / "out", done.folder / "model")
 
 
 def test_an_adapter_above_files_that_cannot_be_read_in_part(tmp_path):

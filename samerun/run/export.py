@@ -232,5 +232,4 @@ def names_of_adapter(model: torch.nn.Module) -> list[str]:
     """What the export of an adapter needs: what is trained, and embeddings, which peft saves if they have grown."""
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     kept = {weight for layer in layers if layer is not None for weight in layer.parameters()}
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [name for name, weight in parameters if weight.requires_grad or weight in kept]
+    return [name for name, weight in model.named_parameters() if weight.requires_grad or weight in kept]

@@ -278,16 +278,14 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
 
 
 def adapter_weights(model: torch.nn.Module, saved: SavedWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the export of an adapter is made of. A weight with several names is in the checkpoint by one of them."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    name_of = {id(parameters[name]): name for name in saved.found if name in parameters}
-    weights = {}
+    """What the export of an adapter is made of. A weight with several names is everywhere by the first of them."""
+    parameters, weights = dict(model.named_parameters()), {}
     for name in names_of_adapter(model):
-        if id(parameters[name]) in name_of:
-            weights[name] = saved.read(name_of[id(parameters[name])]).to(dtype)
+        if name in saved.found:
+            weights[name] = saved.read(name).to(dtype)
         elif not parameters[name].is_meta:
             weights[name] = parameters[name].detach().to(dtype)
     buffers = dict(model.named_buffers()).keys()  # Checkpoints have those of the model below, too.
-    missing = saved.found.keys() - set(name_of.values()) - buffers
+    missing = saved.found.keys() - parameters.keys() - buffers
     require(not missing, f"{saved.checkpoint} is of another model: it has {min(missing, default='')}")
     return weights
