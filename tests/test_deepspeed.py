@@ -365,9 +365,18 @@ def mesh_of_four():
     dist.destroy_process_group()
 
 
+class WithScales(torch.nn.BatchNorm1d):
+    """Saves the scales of a frozen weight beside it, as bitsandbytes does."""
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(2)
+
+
 def test_what_a_checkpoint_holds(mesh_of_four, monkeypatch):
-    """A copy of this rank's rows, and the buffers that a model saves, which other strategies look for."""
-    deepspeed, model = strategy({}), torch.nn.BatchNorm1d(8)
+    """A copy of this rank's rows, and the buffers that a model saves, which other strategies look for. Nothing of what
+    is frozen."""
+    deepspeed, model = strategy({}), WithScales(8).requires_grad_(False)
     numbers = {"weight": torch.arange(8.0), "step": torch.tensor(3.0)}
     deepspeed.mesh = mesh_of_four
     monkeypatch.setattr(deepspeed, "parts", lambda *_: [(name, None, name) for name in numbers])
