@@ -175,6 +175,22 @@ def test_steps_that_are_too_large_for_fp16_are_computed_again(tmp_path):
     assert done.losses != one.losses and done.losses == pytest.approx(one.losses, rel=5e-5)
 
 
+@pytest.mark.parametrize("case", slow_but("one device", of=["one device", "FSDP2", "pipeline, DDP"]))
+def test_a_loss_in_chunks_has_the_loss_scale_of_fp16(tmp_path, case):
+    """The gradients of tokens that the model finds improbable, which would be 0 in fp16 (model.chunked_loss)."""
+    config = tiny_config(tmp_path)
+    config["run"] |= {"max_steps": 1, "save_every": 1}
+    config["optim"] |= {"warmup_steps": 0, "max_grad_norm": None}
+    model = transformers.AutoModelForCausalLM.from_pretrained(config["model"]["pretrained"])
+    model.lm_head.weight.data *= 100  # Most probabilities are below 1e-7.
+    model.save_pretrained(config["model"]["pretrained"])
+    exact = checkpoint(run(tmp_path, config, "--run.output_dir", tmp_path / "exact"), 1)
+    settings = "--run.output_dir", tmp_path / "fp16", "--model.chunked_loss", True
+    found = checkpoint(by_strategy(tmp_path, config, case, *settings, options=FLOAT16), 1)
+    exact, rounded = (state["optimizer.state.lm_head.weight.exp_avg"] for state in (exact, found))
+    assert exact.all() and (rounded == 0).float().mean() < 0.003  # Otherwise 0.024.
+
+
 def test_the_loss_scale_of_fp16():
     number, infinite = torch.tensor(1.0), torch.tensor(math.inf)
     scale = LossScale("fp16")

@@ -124,8 +124,8 @@ def loss_in_chunks(
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
-            size = chunk_size(output_layer, is_compiled)
-            return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size)
+            size, scale = chunk_size(output_layer, is_compiled), getattr(model, "loss_scale", 1.0)
+            return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size, scale)
 
         with patched(output_layer, "forward", loss_of):
             return output_layer(outputs[0])
@@ -141,10 +141,12 @@ def add_up_chunks(
     weights: list[torch.nn.Parameter],
     token_loss: Callable,
     size: int,
+    scale: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """token_loss() of `size` targets at a time, of the logits that `head` makes of their states [tokens, width].
 
-    The gradients of a chunk are computed at once, so that its logits are neither kept nor computed a second time.
+    The gradients of a chunk are computed at once, so that its logits are neither kept nor computed a second time. They
+    are those of the loss times `scale`, see LossScale.
     """
     training, targets = torch.is_grad_enabled(), batch.targets.flatten()
     total, metrics, of_states, of_weights = 0.0, {}, torch.zeros_like(states), {}
@@ -155,12 +157,12 @@ def add_up_chunks(
         chunk = states.detach()[places].requires_grad_(training)
         loss, metrics_of_chunk = token_loss(head(chunk), targets[places])
         if training:
-            of_states[places] = gradient_of_states(loss, chunk, weights, of_weights)
+            of_states[places] = gradient_of_states(loss * scale, chunk, weights, of_weights)
         total = total + loss.detach()
         ends = {source: int(np.searchsorted(places_on_host, end)) for source, end in batch.source_ends.items()}
         add_metrics(metrics, add_up_terms(metrics_of_chunk, ends))
     if training:
-        total = WithGradients.apply(total, [of_states, *of_weights.values()], states, *of_weights)
+        total = WithGradients.apply(total, scale, [of_states, *of_weights.values()], states, *of_weights)
     return total, metrics
 
 
@@ -185,17 +187,19 @@ def gradient_of_states(
 
 
 class WithGradients(torch.autograd.Function):
-    """A value whose gradients with respect to some tensors are known already."""
+    """A value whose gradients with respect to some tensors are known already, but for a scale."""
 
     @staticmethod
-    def forward(ctx, value: torch.Tensor, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx, value: torch.Tensor, scale: float, gradients: list[torch.Tensor], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.scale, ctx.gradients = scale, gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # Autograd takes what nobody else holds, and copies the rest.
-        return None, None, *(gradient.mul_(factor) for gradient in gradients)
+        return None, None, None, *(gradient.mul_(factor / ctx.scale) for gradient in gradients)
 
 
 def head_of(model: torch.nn.Module) -> Callable:
