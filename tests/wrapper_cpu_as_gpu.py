@@ -15,6 +15,7 @@ os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # Otherwise DDP would be told a GPU's number.
 
 import accelerate
+import torch
 from accelerate.state import DistributedType, PartialState
 
 BACKEND = ("gloo", DistributedType.MULTI_GPU) if "LOCAL_RANK" in os.environ else (None, DistributedType.NO)
@@ -25,8 +26,10 @@ def without_cpu(init):
     @wraps(init)
     def wrapped(self, *args, **kwargs):
         init(self, *args, **kwargs | {"cpu": False})
-        if self.mixed_precision == "fp16":  # On a CPU, Accelerate would compute in float32.
+        if self.mixed_precision == "fp16":  # On a CPU, Accelerate would compute in float32, and without a scaler.
             self.native_amp = True
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.scaler = torch.amp.GradScaler("cpu", **options)
 
     return wrapped
 
@@ -34,7 +37,6 @@ def without_cpu(init):
 accelerate.Accelerator.__init__ = without_cpu(accelerate.Accelerator.__init__)
 
 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":  # A CPU multiplies what is rounded to float8 in float32.
-    import torch
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 

@@ -326,8 +326,8 @@ class Parallelism:
             torch._foreach_mul_(gradients, factor)
         norm, limit = self.norm_of_gradients(parameters), self.config.optim.max_grad_norm
         if limit and gradients:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            share = (limit / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, share.to(gradients[0].device))
         return norm
 
     def norm_of_gradients(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:

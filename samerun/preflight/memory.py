@@ -122,17 +122,17 @@ class SendingNothing:
 
 def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, rank: int) -> PassMemory:
     """Trace a pass of the largest micro-batch, or of what the rank has of it if ranks share rows."""
-    in_bf16 = launch.precision in ("bf16", "fp16")  # Which take as much.
+    in_16_bits = launch.precision in ("bf16", "fp16")  # Traced in bf16: fp16 takes as much.
     chunked = wants_chunks(config.model, vocabulary_size(model))
     joined = joins_documents(model)
     rows = [longest_row(config.data, joined)] * launch.plan.micro_batch_size
     batch = collate(rows, torch.device("cpu"), joined)
     if launch.layout.row_ranks > 1:
         batch = part_of_row(batch, launch.layout, rank, SendingNothing(launch.layout.row_ranks))
-    if joined and in_bf16:  # On a GPU, bf16 goes with flash attention, which holds less than torch's other ones.
+    if joined and in_16_bits:  # On a GPU, they go with flash attention, which holds less than torch's other ones.
         batch = replace(batch, documents=replace(batch.documents, plans_flash=True))
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    if launch.is_sharded and in_bf16:  # FSDP2 gathers in bf16. Autocast keeps copies instead.
+    if launch.is_sharded and in_16_bits:  # FSDP2 gathers in these. Autocast keeps copies instead.
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     with fake:
@@ -154,7 +154,7 @@ def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, ra
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(keep_share)
         with live:
-            with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_16_bits):
                 loss, _ = launch.loss_of(model, batch, chunked=chunked)
             loss.backward()
         in_layers.append(live.take_peak())
