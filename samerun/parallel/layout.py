@@ -293,7 +293,7 @@ def check_combination(layout: Layout, config: Config, precision: str, plugin: An
 def check_frozen_type(model: Model, precision: str) -> None:
     """Raises UserError for frozen weights in the other type of 16 bits than that of the launch.
 
-    torch's autocast does not compute with both. Weights in 4 bits compute in their own type.
+    FSDP2 would cast codes of 4 bits, which are kept as this type, see four_bits(). Others would be rounded to both.
     """
     given, fits = model.dtype, "float16" if precision == "fp16" else "bfloat16"
     is_same = given == fits or (given == "float32" and not (precision == "fp16" and model.load_in_4bit))
