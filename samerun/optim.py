@@ -121,15 +121,20 @@ class Guard:
 
 
 class LossScale:
-    """What the passes in fp16 multiply the loss of each target by: the smallest gradients would otherwise become 0.
+    """What fp16 multiplies the loss of each target by for the passes: the smallest gradients would otherwise become 0.
 
     If a gradient of a step gets too large for fp16, the scale is halved, and the step is computed again. So no step is
     without its update, which is the same up to rounding whatever the scale is, and no checkpoint needs the scale.
     """
 
-    def __init__(self, precision: str):
+    def __init__(self, precision: str, averages_over: int = 1):
         self.value = FIRST_SCALE if precision == "fp16" else None  # Other precisions need none.
+        self.averages_over = averages_over  # As many ranks. Each multiplies by as much, see accumulate().
         self.good_steps = 0
+
+    def of_passes(self, scale: float) -> float:
+        """The scale of forward_backward(), where another precision has `scale`."""
+        return scale if self.value is None else self.value / self.averages_over
 
     def must_repeat(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Whether it was too large for this step, which is to be computed again. Waits for the device, in fp16."""

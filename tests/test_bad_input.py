@@ -291,9 +291,9 @@ case(
     "run.max_steps 0 only evaluates, and needs data.eval_fraction or data.eval_source",
 )
 case(
-    "frozen weights of another type than the launch",
-    {"model.dtype": "float16", "model.lora": {"r": 2, "target_modules": ["q_proj"]}},
-    "model.dtype float16: with mixed_precision bf16, use bfloat16",
+    "4 bits of another type than the launch",
+    {"model.dtype": "float16", "model.load_in_4bit": True, "model.lora": {"r": 2, "target_modules": ["q_proj"]}},
+    "model.load_in_4bit: with mixed_precision bf16, use model.dtype bfloat16",
     env={"ACCELERATE_MIXED_PRECISION": "bf16"},
 )
 case(

@@ -37,7 +37,7 @@ from samerun.config import Batch, Config, Eval, Model, Optim
 from samerun.errors import UserError
 from samerun.model.attention import DOCUMENTS
 from samerun.model.checks import probe_batch
-from samerun.parallel.layout import REFUSED, Layout, check_combination, check_frozen_type
+from samerun.parallel.layout import REFUSED, Layout, check_combination, check_type_of_codes
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.probe import first_difference, try_out_whole
 
@@ -471,24 +471,24 @@ def test_what_accumulation_needs(accumulation, copies, is_sharded, message):
 @pytest.mark.parametrize(
     "dtype, in_4bit, precision, other",
     [
-        ("float32", False, "fp16", None),
         ("float32", True, "bf16", None),
         ("float16", True, "fp16", None),
         ("bfloat16", True, "fp8", None),
-        ("bfloat16", False, "no", None),
+        ("bfloat16", False, "fp16", None),
+        ("float16", False, "bf16", None),
         ("float32", True, "fp16", "float16"),
-        ("bfloat16", False, "fp16", "float16"),
-        ("float16", False, "bf16", "bfloat16"),
+        ("bfloat16", True, "fp16", "float16"),
+        ("float16", True, "bf16", "bfloat16"),
     ],
 )
-def test_the_type_of_frozen_weights_is_that_of_the_launch(dtype, in_4bit, precision, other):
-    """Those below model.lora."""
+def test_the_type_of_codes_is_that_of_the_launch(dtype, in_4bit, precision, other):
+    """Of model.load_in_4bit."""
     model = Model(pretrained="any", lora={"r": 1}, dtype=dtype, load_in_4bit=in_4bit)
     if other is None:
-        check_frozen_type(model, precision)
+        check_type_of_codes(model, precision)
     else:
-        with pytest.raises(UserError, match=f"^model.dtype {dtype}: with mixed_precision {precision}, use {other}$"):
-            check_frozen_type(model, precision)
+        with pytest.raises(UserError, match=f"^model.load_in_4bit: with .* {precision}, use model.dtype {other}$"):
+            check_type_of_codes(model, precision)
 
 
 def test_no_row_of_the_matrix_allows_what_a_more_general_row_refuses():

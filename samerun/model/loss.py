@@ -124,7 +124,9 @@ def loss_in_chunks(
         def loss_of(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
-            size, scale = chunk_size(output_layer, is_compiled), getattr(model, "loss_scale", 1.0)
+            size, scale = chunk_size(output_layer, is_compiled), 1.0
+            if hasattr(model, "loss_scale"):  # Not that of a small model.
+                scale = model.loss_scale.value or 1.0
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size, scale)
 
         with patched(output_layer, "forward", loss_of):

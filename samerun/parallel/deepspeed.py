@@ -16,7 +16,7 @@ from samerun.model.checks import probe_batch
 from samerun.model.loss import add_metrics
 from samerun.model.weights import fill_weights
 from samerun.optim import is_fused
-from samerun.parallel.layout import Layout, check_frozen_type
+from samerun.parallel.layout import Layout, check_type_of_codes
 from samerun.parallel.mesh import Parallelism
 from samerun.parallel.state import full_tensor, scales_of_frozen
 
@@ -37,7 +37,7 @@ class DeepSpeed(Parallelism):
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 
     def check(self) -> None:
-        check_frozen_type(self.config.model, self.accelerator.mixed_precision)
+        check_type_of_codes(self.config.model, self.accelerator.mixed_precision)
         muon = self.config.optim.name == "muon"
         require(not muon, "optim.name muon: needs whole matrices, and DeepSpeed shards them; use adamw, or DDP")
         require(self.stage in (2, 3), f"launch: zero_stage {self.stage} is not supported; use 2 or 3, or DDP")

@@ -282,7 +282,7 @@ def check_combination(layout: Layout, config: Config, precision: str, plugin: An
     file, is_there = needs.get(accumulation, ("", True))
     advice = f"take accelerate_configs/{file}.yaml, or use immediate"
     require(is_there, f"batch.accumulation {accumulation}: needs {file.upper()}; {advice}")
-    check_frozen_type(config.model, precision)
+    check_type_of_codes(config.model, precision)
     for refusal in REFUSED:
         used = [name for name in refusal.dimensions if layout.uses(name)]
         if used and refusal.is_asked(config, precision, plugin):
@@ -290,11 +290,9 @@ def check_combination(layout: Layout, config: Config, precision: str, plugin: An
             raise UserError(f"{layout.setting(used[0])}: {what}")
 
 
-def check_frozen_type(model: Model, precision: str) -> None:
-    """Raises UserError for frozen weights in the other type of 16 bits than that of the launch.
-
-    FSDP2 would cast codes of 4 bits, which are kept as this type, see four_bits(). Others would be rounded to both.
-    """
-    given, fits = model.dtype, "float16" if precision == "fp16" else "bfloat16"
-    is_same = given == fits or (given == "float32" and not (precision == "fp16" and model.load_in_4bit))
-    require(is_same, f"model.dtype {given}: with mixed_precision {precision}, use {fits}")
+def check_type_of_codes(model: Model, precision: str) -> None:
+    """Raises UserError if FSDP2 would cast the codes of weights in 4 bits, see four_bits()."""
+    in_fp16 = precision == "fp16"
+    is_kept = (model.dtype == "float16") == in_fp16 or not model.load_in_4bit
+    advice = f"with mixed_precision {precision}, use model.dtype {'float16' if in_fp16 else 'bfloat16'}"
+    require(is_kept, f"model.load_in_4bit: {advice}")

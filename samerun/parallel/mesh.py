@@ -30,6 +30,7 @@ from samerun.model.outline import let_go
 from samerun.model.recompute import recompute_layers
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
+from samerun.optim import LossScale
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
 from samerun.parallel.fsdp import (
     before_backward,
@@ -63,6 +64,7 @@ class Parallelism:
         # a rank before this one counts in the norm.
         self.owed: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]] = []
         self.counted_elsewhere: torch.nn.Parameter | None = None
+        self.loss_scale = LossScale(accelerator.mixed_precision, layout.averages_over)
         self.names_of_metrics: dict[str, list[str]] = {}  # See sum_over_ranks().
 
     @property
@@ -85,6 +87,7 @@ class Parallelism:
         Accelerate's wrappers around the optimizers are not used: Guard decides whether they make an update.
         `forward_backward` is that of train.py, by which a divided model is tried.
         """
+        model.loss_scale = self.loss_scale  # For a loss in chunks, whose gradients come before the backward pass.
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
