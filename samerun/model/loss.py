@@ -189,7 +189,7 @@ def gradient_of_states(
 
 
 class WithGradients(torch.autograd.Function):
-    """A value whose gradients with respect to some tensors are known already, but for a scale."""
+    """A value whose gradients with respect to some tensors are known already, times a scale."""
 
     @staticmethod
     def forward(

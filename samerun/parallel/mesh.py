@@ -87,7 +87,7 @@ class Parallelism:
         Accelerate's wrappers around the optimizers are not used: Guard decides whether they make an update.
         `forward_backward` is that of train.py, by which a divided model is tried.
         """
-        model.loss_scale = self.loss_scale  # For a loss in chunks, whose gradients come before the backward pass.
+        model.loss_scale = self.loss_scale  # For gradients that a loss computes before the backward pass.
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()

@@ -229,7 +229,7 @@ def chunked_loss(house: House) -> None:
     house.reword("-> tuple[bool, bool]", "-> bool")
     house.reword(", and whether the loss is computed in chunks.", ".")
     house.drop_statements("build_setup", "chunked")
-    house.drop_statements("prepare", "loss_scale")
+    house.drop_statements("Parallelism.prepare", "loss_scale")
     house.drop_definition("allows_chunks")
     house.reword(", chunked=chunked)", ")")
     house.replace("trace_pass", "wants_chunks(config.model, vocabulary_size(model))", "False")
