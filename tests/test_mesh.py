@@ -145,7 +145,7 @@ QUICK = ("PP x CP",)
 def test_too_few_layers_and_heads(tmp_path, sizes, message):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     model.config._attn_implementation = DOCUMENTS
-    accelerator = SimpleNamespace(state=SimpleNamespace())
+    accelerator = SimpleNamespace(state=SimpleNamespace(), mixed_precision="no")
     parallel = Parallelism(Config(**tiny_config(tmp_path)), accelerator, Layout(**sizes), None)
     with pytest.raises(UserError, match=message):
         parallel.prepare(model, [], None)
@@ -158,7 +158,7 @@ def test_activation_checkpointing_that_transformers_does_not_offer(tmp_path, mon
     model.config._attn_implementation = DOCUMENTS
     model.supports_gradient_checkpointing = False
     plugin = SimpleNamespace(activation_checkpointing=True)
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no")
     parallel = Parallelism(Config(**tiny_config(tmp_path)), accelerator, layout, None)
     monkeypatch.setattr(parallel, "make_groups", lambda: None)
     with pytest.raises(UserError, match="launch: fsdp_activation_checkpointing: .* for a llama; use false"):
@@ -171,7 +171,7 @@ def groups_of():
 
     def result(layout: Layout) -> Parallelism:
         dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=8)
-        accelerator = SimpleNamespace(state=SimpleNamespace(), device=torch.device("cpu"))
+        accelerator = SimpleNamespace(state=SimpleNamespace(), device=torch.device("cpu"), mixed_precision="no")
         parallel = Parallelism(None, accelerator, layout, None)
         parallel.make_groups()
         return parallel

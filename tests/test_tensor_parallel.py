@@ -356,7 +356,7 @@ def test_a_loss_of_something_else_is_refused(tmp_path):
     """As that of a fork without text: a small model is tried on tokens."""
     config = Config(**tiny_config(tmp_path))
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model.pretrained)
-    accelerator = SimpleNamespace(state=None, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(state=None, device=torch.device("cpu"), mixed_precision="no")
     parallel = Parallelism(config, accelerator, Layout(tp=2), lambda model, images: images.pixels)
     with pytest.raises(UserError, match="divided as tp 2, the first try of a small model, on a few tokens, fails"):
         parallel.try_out(model, None)
