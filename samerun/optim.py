@@ -1,6 +1,6 @@
-"""What build_optimizer() in train.py stands on: which weights decay, which are for Muon, AdamW in 8 bits, the guard.
+"""What build_optimizer() and train_step() in train.py stand on.
 
-Also the loss scale of fp16.
+Which weights decay, which are for Muon, AdamW in 8 bits; the guard of updates, and the loss scale of fp16.
 """
 
 from typing import Any
@@ -121,19 +121,19 @@ class Guard:
 
 
 class LossScale:
-    """What fp16 multiplies the loss of each target by for the passes: the smallest gradients would otherwise become 0.
+    """What the passes in fp16 multiply the loss of each target by: their smallest gradients would otherwise become 0.
 
-    If a gradient of a step gets too large for fp16, the scale is halved, and the step is computed again. So no step is
-    without its update, which is the same up to rounding whatever the scale is, and no checkpoint needs the scale.
+    If a gradient gets too large for fp16, the scale is halved, and the step is computed again. So no step loses its
+    update, which is the same up to rounding whatever the scale is, and no checkpoint needs the scale.
     """
 
     def __init__(self, precision: str, averages_over: int = 1):
         self.value = FIRST_SCALE if precision == "fp16" else None  # Other precisions need none.
-        self.averages_over = averages_over  # As many ranks. Each multiplies by as much, see accumulate().
+        self.averages_over = averages_over  # The passes multiply by as much, see accumulate().
         self.good_steps = 0
 
     def of_passes(self, scale: float) -> float:
-        """The scale of forward_backward(), where another precision has `scale`."""
+        """The scale for forward_backward(), which is `scale` in other precisions."""
         return scale if self.value is None else self.value / self.averages_over
 
     def must_repeat(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def loss_in_chunks(
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             head_of_chunk = functools.partial(head, outputs)
             size, scale = chunk_size(output_layer, is_compiled), 1.0
-            if hasattr(model, "loss_scale"):  # Not that of a small model.
+            if hasattr(model, "loss_scale"):  # Small models that are tried have none.
                 scale = model.loss_scale.value or 1.0
             return add_up_chunks(head_of_chunk, states.flatten(0, 1), batch, trained, token_loss, size, scale)
 

@@ -236,7 +236,7 @@ def read_manifest(folder: Path) -> dict:
         are_sizes_and_sums = all(len(size_and_sum) == 2 for size_and_sum in manifest["files"].values())
         require(are_sizes_and_sums, "its files are not listed by size and checksum")
         wrong = [name for name, kind in OF_RUN.items() if not isinstance(manifest.get(name, kind()), kind)]
-        require(not wrong, f"its {wrong} are not of the kind that a run writes")
+        require(not wrong, f"what it says of {', '.join(wrong)} is not what a run writes")
         return manifest
 
 

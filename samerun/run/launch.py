@@ -227,7 +227,7 @@ def check_float8(accelerator: Accelerator) -> None:
 
 
 def say_if_emulated(accelerator: Accelerator) -> None:
-    """GPUs older than Ampere have no units for bf16. torch computes in float32 there, and says nothing."""
+    """GPUs older than Ampere have no units for bf16. torch emulates it there, and says nothing."""
     in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
     if in_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         say("This GPU has no units for bf16: --mixed_precision fp16 after the launcher file is faster.")
