@@ -204,6 +204,8 @@ def test_the_loss_scale_of_fp16():
     for precision in "no", "bf16", "fp8":
         scale = LossScale(precision)
         assert scale.value is None and not scale.must_repeat(number, infinite)
+    # The passes on 4 ranks, over which gradients are averaged, multiply by 4 themselves.
+    assert LossScale("fp16", 4).of_passes(0.1) == 2**8 and LossScale("bf16", 4).of_passes(0.1) == 0.1
 
 
 @needs_torchao
