@@ -65,7 +65,7 @@ class RunFolder:
                 except Timeout:
                     holder = self.read_status().get("process", "another process")
                     say(f"{self.path} is in use, by {holder} if that still runs. Waiting for {self.PATIENCE} s.")
-                    StopSignal.raises = True
+                    StopSignal.raises = True  # Launchers kill 30 s after a signal.
                     if StopSignal.requested:
                         raise Stopped(StopSignal.requested) from None
                     self.lock.acquire(timeout=self.PATIENCE)
