@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from samerun.config import BatchStage, Config, Source, WeightedSource, WeightStage
 from samerun.dotted import config_fields, is_within
@@ -24,7 +25,8 @@ def help_text(story: str, kind: type[Config]) -> str:
         section, name = path.split(".")
         properties = sections[kind.model_fields[section].annotation.__name__]["properties"]
         words = type_words(properties[name])
-        text += f"\n  --{path}  {words}, default {json.dumps(defaults[section][name])}\n      {field.description}"
+        default = json.dumps(defaults[section][name], default=to_jsonable_python)
+        text += f"\n  --{path}  {words}, default {default}\n      {field.description}"
     return text
 
 
@@ -41,6 +43,8 @@ def type_words(schema: dict[str, Any]) -> str:
         return repr(schema["const"])
     if isinstance(schema.get("additionalProperties"), dict):
         return f"dict[str, {type_words(schema['additionalProperties'])}]"
+    if "prefixItems" in schema:
+        return f"tuple[{', '.join(map(type_words, schema['prefixItems']))}]"
     if schema.get("type") == "array":
         return f"list[{type_words(schema['items'])}]"
     return plain.get(schema.get("type"), "Any")
@@ -58,7 +62,9 @@ def describe(error: ValidationError, kind: type[Config] = Config) -> str:
         elif problem["type"] == "value_error":
             text = str(problem["ctx"]["error"])
         else:
-            text = f"{problem['msg']}, not {problem['input']!r}"
+            # YAML was read as JSON, see load_config(), and has other words.
+            message = problem["msg"].replace("an object", "a dictionary").replace("a valid array", "a valid list")
+            text = f"{message}, not {problem['input']!r}"
             if problem["type"] == "string_type" and isinstance(problem["input"], bool):
                 text += "; in YAML, yes, no, on and off need quotes to be words, as \"'off'\" in a command"
         problems.setdefault(path, []).append(text)
@@ -208,7 +214,7 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> Config:
             require(value and not value.startswith("--"), "no value; write null for none, or '\"\"' for an empty text")
             override(settings, name[2:], value)
             given.append(name[2:])
-        return kind.model_validate(settings)
+        return kind.model_validate_json(json.dumps(settings))  # As JSON, which has lists for tuples, too.
     except ValidationError as error:
         problems = describe(error, kind)
         where = "command line" if is_about(problems, given) else file

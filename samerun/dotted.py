@@ -29,6 +29,11 @@ def config_fields(kind: type[BaseModel]) -> dict[str, Any]:
     return known
 
 
+def flat_settings(config: BaseModel) -> dict[str, Any]:
+    """The value of every setting by its dotted path, as JSON has it."""
+    return flatten(config.model_dump(mode="json"))
+
+
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """One dictionary with dotted names. An empty one is a value, unless it is a section, which then says nothing."""
     flat = {}

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from enum import Enum
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from pydantic import Field
 import train
 from samerun.cli import FOREIGN_NAMES, Export, Mode, help_text, load_config, take_mode
 from samerun.config import Config, Section
-from samerun.dotted import config_fields
+from samerun.dotted import config_fields, flat_settings
 from samerun.errors import UserError
+from samerun.run.changes import changed_settings
 from samerun.yaml12 import to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -468,7 +470,7 @@ def test_what_a_run_writes_is_read_as_it_was(load):
     """config.yaml of the run folder is a config like any other, whatever a prompt looks like."""
     before = load("--eval.prompts", json.dumps(ODD_TEXTS), "--data.eval_fraction", "0.5")
     assert before.eval.prompts == ODD_TEXTS
-    assert load(text=to_yaml(before.model_dump())) == before
+    assert load(text=to_yaml(before.model_dump(mode="json"))) == before
 
 
 @pytest.mark.parametrize("text, number", [("010", 10), ("1_000", 1000), ("0x10", 16), ("+4", 4)])
@@ -503,29 +505,69 @@ def test_help_lists_every_field_with_type_default_and_doc(capsys, words):
         assert plain and kind.count("[") == kind.count("]"), f"--{path}: {kind!r} is no plain type"
 
 
+class Teacher(Section):
+    weight: float = 0.5
+
+
+class Norm(Enum):
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Own(Section):
+    """Settings of a fork, of any type that JSON can write."""
+
+    teacher: Teacher = Teacher()
+    names: list = []
+    shares: list[float] = Field(default_factory=lambda: [0.5])
+    betas: tuple[float, float] = (0.9, 0.95)
+    layers: tuple[int, ...] = ()
+    file: Path = Path("a/b")
+    norm: Norm = Norm.RMS
+    more: Any = None
+
+
+class Settings(Config):
+    own: Own = Own()
+
+
 def test_help_knows_the_settings_of_a_fork():
-    """Of any type that YAML can write, with any default."""
-
-    class Teacher(Section):
-        weight: float = 0.5
-
-    class Own(Section):
-        teacher: Teacher = Teacher()
-        names: list = []
-        shares: list[float] = Field(default_factory=lambda: [0.5])
-        more: Any = None
-
-    class Settings(Config):
-        own: Own = Own()
-
     text = help_text("", Settings)
     lines = [line.strip() for line in text.splitlines() if line.startswith("  --own.")]
     assert lines == [
         '--own.teacher  Teacher, default {"weight": 0.5}',
         "--own.names  list[Any], default []",
         "--own.shares  list[float], default [0.5]",
+        "--own.betas  tuple[float, float], default [0.9, 0.95]",
+        "--own.layers  list[int], default []",
+        '--own.file  str, default "a/b"',
+        '--own.norm  Norm, default "rms"',
         "--own.more  Any, default null",
     ]
+
+
+def test_settings_of_a_fork_are_what_its_types_say(tmp_path):
+    """What a run writes about them is read as it was, and is no change."""
+    file = tmp_path / "config.yaml"
+    file.write_text(GOOD + "own: {betas: [0.8, 1], layers: [3], file: c.txt, norm: layer, teacher: {weight: 1}}")
+    config = load_config(["--config", str(file)], Settings)
+    assert config.own == Own(
+        betas=(0.8, 1.0), layers=(3,), file=Path("c.txt"), norm=Norm.LAYER, teacher=Teacher(weight=1.0)
+    )
+    file.write_text(to_yaml(config.model_dump(mode="json")))
+    assert load_config(["--config", str(file)], Settings) == config
+    manifest = json.loads(json.dumps(flat_settings(config)))
+    assert not list(changed_settings(Settings, manifest, flat_settings(config)))
+    before = {name: value for name, value in manifest.items() if not name.startswith("own.")}  # None was known then.
+    assert {name for name, _, _ in changed_settings(Settings, before, flat_settings(config))} == {
+        "own.betas",
+        "own.layers",
+        "own.file",
+        "own.norm",
+        "own.teacher.weight",
+    }
+    with pytest.raises(UserError, match=r"own.betas.1: Field required"):
+        load_config(["--config", str(file), "--own.betas", "[0.9]"], Settings)
 
 
 def test_help_that_nobody_reads_to_its_end(monkeypatch, capsys):

@@ -19,7 +19,7 @@ import transformers
 from samerun.config import FROZEN, Config
 from samerun.data.load import evaluation_title
 from samerun.data.rows import Dataset
-from samerun.dotted import flatten
+from samerun.dotted import flat_settings
 from samerun.errors import AgreedError
 from samerun.meeting import Meeting
 from samerun.model.outline import check_kind
@@ -97,7 +97,7 @@ def differences(told: list[list[Any]]) -> list[str]:
 
 def launch_facts(config: Config, versions: dict[str, str], code: dict[str, str]) -> dict[str, Any]:
     """What must be the same on all ranks before they do anything together."""
-    facts = {name: value for name, value in flatten(config.model_dump(mode="json")).items() if not is_place(name)}
+    facts = {name: value for name, value in flat_settings(config).items() if not is_place(name)}
     facts |= launcher_settings()
     # Whether a node has git, and whether its copy is a clone, does not matter: the files are compared.
     facts |= {f"version of {name}": number for name, number in versions.items() if name != "git"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samerun.config import FROZEN, GONE, MAY_CHANGE, ROW_ORDER, ROWS, Config
-from samerun.dotted import config_fields, flatten, is_within, setting_of
+from samerun.dotted import config_fields, flat_settings, is_within, setting_of
 from samerun.errors import UserError, require, say
 from samerun.run.agreement import OF_NO_MODEL
 from samerun.run.checkpoint import Progress
@@ -70,7 +70,7 @@ def changed_settings(
 
     A setting that is newer than the manifest had its default.
     """
-    defaults = flatten(kind.model_construct().model_dump())
+    defaults = flat_settings(kind.model_construct())
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
         if before != now and not may_change(kind, name):

@@ -18,7 +18,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 from samerun.cli import Export
 from samerun.config import FROZEN, Config
 from samerun.data.encode import number_of_ids
-from samerun.dotted import flatten
+from samerun.dotted import flat_settings
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.files import delete, replace_folder
 from samerun.meeting import Meeting
@@ -148,7 +148,7 @@ def chosen_checkpoint(config: Config, which: str) -> tuple[Path, dict[str, Any]]
 def check_same_settings(config: Config, checkpoint: Path, theirs: dict[str, Any]) -> None:
     """Raises UserError if the config asks for another model or tokenizer than that of the checkpoint."""
     names, told = [], []
-    for name, before, now in changed_settings(type(config), theirs, flatten(config.model_dump())):
+    for name, before, now in changed_settings(type(config), theirs, flat_settings(config)):
         if name.startswith(OF_WHAT_IS_EXPORTED):
             names.append(name)
             if not is_allowed(config, name):

@@ -11,7 +11,7 @@ import numpy as np
 
 from samerun.config import FROZEN, ROW_ORDER, ROWS, Config
 from samerun.data.mixture import Mixture
-from samerun.dotted import config_fields, flatten, setting_of
+from samerun.dotted import config_fields, flat_settings, flatten, setting_of
 from samerun.errors import Stopped, require, say
 from samerun.run.after_save import AfterSave
 from samerun.run.agreement import settings_of
@@ -43,7 +43,7 @@ def flat_config(setup: Setup) -> dict[str, Any]:
     more = {ROWS: setup.train_data.fingerprint(), ROW_ORDER: setup.train_data.order.name}
     if setup.frozen_weights is not None:
         more[FROZEN] = setup.frozen_weights
-    return flatten({**setup.config.model_dump(), **more})
+    return flat_settings(setup.config) | more
 
 
 def run_record(setup: Setup, versions: dict[str, str], code: dict[str, str]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def is_finished_already(folder: RunFolder, config: Config, checkpoint: tuple[Pat
     """Whether a run with this very config, but for where it lies, is finished: the same answer on all ranks."""
     if checkpoint is None:
         return False
-    theirs, ours = checkpoint[1]["config"], flatten(config.model_dump())
+    theirs, ours = checkpoint[1]["config"], flat_settings(config)
     places, settings = {"run.output_dir", "run.resume"}, config_fields(type(config))
     names = ours.keys() | {name for name in theirs if setting_of(name) in settings}  # Such as a source that is gone.
     is_same = all(theirs.get(name) == ours.get(name) for name in names - places)

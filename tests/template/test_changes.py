@@ -870,6 +870,8 @@ OWN = """class Own(Section):
     \"\"\"Weight of the z-loss.\"\"\"
     note: MayChange[str] = ""
     \"\"\"Changes nothing.\"\"\"
+    range: tuple[int, int] = (0, 1)
+    \"\"\"Changes nothing, but must stay what it is.\"\"\"
 
 
 class OwnOptim(Optim):
@@ -880,7 +882,7 @@ class OwnOptim(Optim):
 
 @pytest.fixture
 def with_own_settings(tmp_path):
-    """train.py with two settings in Own, one of which is handed to the loss where the loss is handed down, and one of
+    """train.py with three settings in Own, one of which is handed to the loss where the loss is handed down, and one of
     the schedule."""
     source = (ROOT / "train.py").read_text()
     for old, new in (
@@ -911,8 +913,10 @@ def test_settings_of_a_fork(task, tmp_path, with_own_settings):
     assert "note: first" in (done.folder / "config.yaml").read_text()
     more = "--run.max_steps", STEPS + 1
     assert launch(plain, config, *more, "--own.note", "second", **how).status["step"] == STEPS + 1
-    refused = launch(plain, config, "--run.max_steps", STEPS + 2, "--own.z_weight", 0.1, **how, expect=2).output
+    other_values = "--own.z_weight", 0.1, "--own.range", "[0, 2]"
+    refused = launch(plain, config, "--run.max_steps", STEPS + 2, *other_values, **how, expect=2).output
     assert "  own.z_weight: 0.0 in the checkpoint, 0.1 now" in refused
+    assert "  own.range: [0, 1] in the checkpoint, [0, 2] now" in refused
     assert difference(launch(other, config, "--own.z_weight", 0.1, **how).weights, done.weights) > 1e-5
     linear = tmp_path / "linear"
     linear.mkdir()
