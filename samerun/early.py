@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import os
 import re
 import signal
@@ -25,9 +26,12 @@ def begin(is_script: bool) -> float | None:
     # OpenMP's threads spin while they wait for each other. Beside another busy program that would cost most of the
     # speed, so they spin for a tenth of a millisecond only. torch's OpenMP on Linux reads this when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # A fork, as of notebook_launcher, must not end what only its parent has, such as a store's server: that aborts.
+    os.register_at_fork(after_in_child=gc.freeze)
     if sys.platform == "linux":
         end_with_launcher()
     if is_script:
+        os.environ.pop("MPLBACKEND", None)  # A notebook's, which the environment of this script may lack.
         os.register_at_fork(after_in_child=leave_signals_to_parent)
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # As in the background of a script.

@@ -370,3 +370,35 @@ def test_a_model_without_the_layers_that_are_to_be_sharded(tmp_path):
     model._no_split_modules = ["OtherLayer"]
     with pytest.raises(UserError, match="launch: FSDP2 finds no layers called OtherLayer; name them in"):
         names_of_layers(model)
+
+
+NOTEBOOK = """
+import gc, sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import train
+from accelerate import notebook_launcher
+
+gc.disable()
+stores = [dist.TCPStore("127.0.0.1", {ports[0]}, 1, True)]  # Garbage in a cycle, as a launch that failed leaves it.
+stores.append(stores)
+del stores
+notebook_launcher(train.main, (sys.argv[1:],), num_processes=2, mixed_precision="bf16", use_port="{ports[1]}")
+"""
+
+
+def test_a_notebook_launches_two_processes(tmp_path):
+    """They are forks, and Accelerate tells them the precision by a name that it does not read."""
+    notebook = tmp_path / "notebook.py"
+    notebook.write_text(NOTEBOOK.format(root=str(ROOT), ports=[free_port(), free_port()]))
+    short = "--run.max_steps", 2, "--optim.warmup_steps", 0
+    done = helpers.launch(tmp_path, tiny_config(tmp_path), *short, processes=None, script=notebook)
+    assert done.logged("plan/precision") == ["bf16"] and done.logged("plan/num_processes") == [2]
+    assert done.status["status"] == "finished"
+
+
+def test_a_command_in_a_notebook(tmp_path):
+    """It inherits the name of the notebook's module for matplotlib, which a virtual environment lacks."""
+    short, notebook = ("--run.max_steps", 2, "--optim.warmup_steps", 0), {"MPLBACKEND": "module://of_a_notebook"}
+    done = helpers.launch(tmp_path, tiny_config(tmp_path), *short, processes=None, env=notebook)
+    assert (done.folder / "curves.png").exists(), done.output

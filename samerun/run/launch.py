@@ -153,6 +153,7 @@ def start_accelerator(config: Config) -> Accelerator:
     with as_user_error(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
             cpu=cpu,
+            mixed_precision=precision_of_notebook(),
             log_with=config.run.trackers or None,
             project_dir=f"{config.run.output_dir}/tensorboard",
             parallelism_config=groups_for_accelerate(layout),
@@ -186,6 +187,12 @@ def start_accelerator(config: Config) -> Accelerator:
     has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
     require(has_backward, "model.attention flex_attention: torch has no backward pass of it on this device; use sdpa")
     return accelerator
+
+
+def precision_of_notebook() -> str | None:
+    """What Accelerate's notebook_launcher was given, which it says by a name that its Accelerator does not read."""
+    is_read = "ACCELERATE_MIXED_PRECISION" in os.environ
+    return None if is_read else os.environ.get("MIXED_PRECISION")
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:
