@@ -1,4 +1,4 @@
-"""How far are bf16 and float8 from float32? A small Llama learns Python's asyncio in each, under every strategy.
+"""How far are fp16, bf16 and float8 from float32? A small Llama learns Python's asyncio in each, under every strategy.
 
     python tests/benchmarks/precision.py [--steps 60] [--learning-rate 1e-3] [--tiny]
 
@@ -26,6 +26,7 @@ from samerun.cli import load_config
 PRECISIONS = {
     "float32": (("--mixed_precision", "no"), "one device", "DDP"),
     "bf16": (("--mixed_precision", "bf16"), *(name for name in helpers.STRATEGIES if name != "fp8.yaml")),
+    "fp16": (("--mixed_precision", "fp16"), "one device", "DDP", "FSDP2", "tensor", "sequence, FSDP2"),
     "float8": (("--mixed_precision", "fp8"), "one device", "DDP", "FSDP2", "HSDP", "sequence, FSDP2"),
 }
 TINY = "one device", "FSDP2"
