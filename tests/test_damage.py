@@ -560,10 +560,10 @@ def test_auto_tries_what_a_step_computes(whole, tmp_path, monkeypatch):
     """With batch.max_micro_batch_size auto: in the precision of the launch, with documents as the model has them."""
     token_loss, is_cast, are_joined = train.token_loss, set(), []
 
-    def noted(logits, targets):
+    def noted(logits, targets, **settings):
         if torch.is_grad_enabled():
             is_cast.add(torch.is_autocast_enabled("cpu"))
-        return token_loss(logits, targets)
+        return token_loss(logits, targets, **settings)
 
     monkeypatch.setattr(train, "token_loss", noted)
     monkeypatch.setattr(

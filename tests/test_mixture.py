@@ -426,8 +426,8 @@ def test_terms_of_some_tokens_only_are_refused(truth, tmp_path, monkeypatch):
     config, *_ = truth
     loss_of = train.token_loss
 
-    def token_loss(logits, targets):
-        loss, metrics = loss_of(logits, targets)
+    def token_loss(logits, targets, **settings):
+        loss, metrics = loss_of(logits, targets, **settings)
         return loss, {**metrics, "hits": (logits.argmax(-1) == targets)[targets != -100]}
 
     monkeypatch.setattr(train, "token_loss", token_loss)

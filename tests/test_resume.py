@@ -710,7 +710,7 @@ def test_a_key_that_is_gone_from_a_setting_is_a_change(tmp_path):
     deep = {"model_type": "llama", "num_hidden_layers": 1}
     before, now = (config | {"model": {"architecture": shape}} for shape in (deep, {"model_type": "llama"}))
     assert is_known_as_finished(before, before)
-    assert is_known_as_finished(before, before, **{"own.z_weight": 0.1})
+    assert is_known_as_finished(before, before, **{"own.that_is_gone": 0.1})
     assert not is_known_as_finished(before, now)
 
 
@@ -730,13 +730,13 @@ def test_a_setting_that_the_code_has_lost(tmp_path):
     config["run"]["max_steps"], config["optim"]["warmup_steps"] = 2, 0
     path = run(tmp_path, config).folder / "checkpoints" / "step-00000002" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["config"] |= {"own.z_weight": 0.1, "own.power": 2, "optim.lookahead": None}
+    manifest["config"] |= {"own.that_is_gone": 0.1, "own.gone_too": 2, "optim.that_is_gone": None}
     path.write_text(json.dumps(manifest))
     message = run(tmp_path, config, "--run.max_steps", 3, "--optim.adam_eps", 0.1, expect=2).output
-    assert "  own.z_weight: 0.1 in the checkpoint, None now" in message
+    assert "  own.that_is_gone: 0.1 in the checkpoint, None now" in message
     assert "--run.allow_changes '[optim.adam_eps, settings that are gone]'" in message
     done = run(tmp_path, config, "--run.max_steps", 3, "--run.allow_changes", "[settings that are gone]")
-    assert done.launches == [0, 2] and "other settings:\n  own.z_weight: 0.1 in the checkpoint" in done.output
+    assert done.launches == [0, 2] and "other settings:\n  own.that_is_gone: 0.1 in the checkpoint" in done.output
 
 
 def test_data_that_have_moved(tmp_path):
@@ -881,8 +881,8 @@ def test_a_weight_without_a_gradient(tmp_path, monkeypatch):
         now["used"] = batch.step >= 4
         return train_step(setup, batch, *more)
 
-    def with_head_loss(logits, targets):
-        loss, metrics = token_loss(logits, targets)
+    def with_head_loss(logits, targets, **settings):
+        loss, metrics = token_loss(logits, targets, **settings)
         if now.get("used"):
             loss = loss + (targets >= 0).sum() * now["head"](torch.ones(3)).square().sum()
         return loss, metrics
