@@ -43,3 +43,15 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    """What flatten() makes such names of."""
+    nested = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return nested

@@ -40,14 +40,14 @@ from reference import learning_rate, shuffled, train_reference
 from safetensors.torch import load_file
 
 import train
-from samerun.config import Optim
+from samerun.config import Config, Optim, Section
 from samerun.dotted import flatten
 from samerun.meeting import Meeting
 from samerun.model.tokenizer import byte_tokenizer
 from samerun.run import checkpoint, export, resume, sample
 from samerun.run import folder as folder_room
 from samerun.run import saver as saver_room
-from samerun.run.changes import say_if_others_are_held_out, say_if_rate_differs
+from samerun.run.changes import changed_settings, say_if_others_are_held_out, say_if_rate_differs
 from samerun.run.checkpoint import Progress
 
 STEPS = list(range(1, 31))
@@ -660,6 +660,65 @@ def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default(capsys):
     setup = SimpleNamespace(config=SimpleNamespace(optim=OptimOfFork(learning_rate=0.5, share=0.1)), max_steps=9)
     say_if_rate_differs(setup, 5, {"config": {"optim.learning_rate": 0.5}, "max_steps": 9}, learning_rate_at)
     assert "Step 5 had a learning rate of 0.5; on this schedule, it would have had 0.05." in capsys.readouterr().out
+
+
+class Decay(Section):
+    factor: float = 1.0
+    since: int = 1
+
+
+class OptimWithParts(Optim):
+    decay: Decay = Decay()
+    factors: dict[str, float] = {}
+    steps: list[Decay] = []
+
+
+@pytest.mark.parametrize(
+    "settings, rate_of",
+    [
+        ({"decay": {"factor": 0.5}}, lambda optim: optim.decay.factor),
+        ({"factors": {"all": 0.5}}, lambda optim: optim.factors["all"]),
+        ({"steps": [{"factor": 0.5}]}, lambda optim: optim.steps[0].factor),
+    ],
+    ids=["section", "dict", "list"],
+)
+def test_the_rate_of_before_by_settings_that_have_parts(capsys, settings, rate_of):
+    """Of a fork. The manifest has their names with dots."""
+    before, now = (OptimWithParts.model_validate({**settings, "learning_rate": rate}) for rate in (0.3, 0.1))
+    setup = SimpleNamespace(config=SimpleNamespace(optim=now), max_steps=9)
+    manifest = {"config": flatten({"optim": before.model_dump()}), "max_steps": 9}
+    for rate, told in (0.3, "Step 5 had a learning rate of 0.15; on this"), (0.1, None):
+        manifest["config"]["optim.learning_rate"] = rate
+        say_if_rate_differs(setup, 5, manifest, lambda optim, step, length, peak: peak * rate_of(optim))
+        said = capsys.readouterr().out
+        assert told in said if told else not said
+
+
+class OwnWithParts(Section):
+    maybe: Decay | None = Decay()
+    always: Decay = Decay()
+    factors: dict[str, float] = {"a": 1.0}
+
+
+class ConfigWithParts(Config):
+    own: OwnWithParts = OwnWithParts()
+
+
+@pytest.mark.parametrize(
+    "before, changed",
+    [
+        ({}, []),
+        ({"own.always.factor": 1.0}, []),  # Decay has got another setting since.
+        ({"own.maybe": None}, ["own.maybe.factor", "own.maybe.since"]),
+        ({"own.factors": {}}, ["own.factors", "own.factors.a"]),
+        ({"own.factors.b": 1.0}, ["own.factors.a", "own.factors.b"]),
+    ],
+    ids=["newer", "newer part", "none", "empty", "other key"],
+)
+def test_what_a_checkpoint_lacks_of_a_setting(before, changed):
+    """It had its default only if the checkpoint does not say otherwise."""
+    now = flatten({"own": OwnWithParts().model_dump()})
+    assert sorted(name for name, *_ in changed_settings(ConfigWithParts, before, now)) == changed
 
 
 def test_another_batch_that_is_allowed(tmp_path):

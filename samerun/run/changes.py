@@ -1,5 +1,6 @@
 """How a launch differs from the checkpoint that it goes on from: what is refused, and what is only said."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -7,8 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from samerun.config import FROZEN, GONE, MAY_CHANGE, ROW_ORDER, ROWS, Config
-from samerun.dotted import config_fields, flat_settings, is_within, setting_of
+from samerun.dotted import config_fields, flat_settings, is_within, setting_of, unflatten
 from samerun.errors import UserError, require, say
 from samerun.run.agreement import OF_NO_MODEL
 from samerun.run.checkpoint import Progress
@@ -70,11 +73,27 @@ def changed_settings(
 
     A setting that is newer than the manifest had its default.
     """
-    defaults = flat_settings(kind.model_construct())
+    defaults = defaults_beside(kind, theirs)
     for name in {**ours, **theirs}:
         before, now = theirs.get(name, defaults.get(name)), ours.get(name)
         if before != now and not may_change(kind, name):
             yield name, before, now
+
+
+def defaults_beside(kind: type[Config], theirs: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of what a manifest lacks because it is older, flattened: of settings, and of parts of a section.
+
+    A setting that it has as a value, or as a dictionary, lacks nothing.
+    """
+    config, known = kind.model_construct(), {setting_of(name) for name in theirs}
+
+    def is_newer(name: str) -> bool:
+        setting = setting_of(name)
+        section, field = setting.split(".")
+        has_parts = isinstance(getattr(getattr(config, section), field), BaseModel)
+        return setting not in known or (has_parts and setting not in theirs)
+
+    return {name: default for name, default in flat_settings(config).items() if is_newer(name)}
 
 
 def may_change(kind: type[Config], name: str) -> bool:
@@ -189,9 +208,12 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
 def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learning_rate_at: Callable) -> None:
     """Where a schedule of another length or kind goes on, the learning rate may jump after the step of a checkpoint."""
     now, settings = setup.config.optim, manifest["config"].items()
-    defaults = dict(type(now).model_construct())  # Of settings of a fork that are newer than the manifest.
-    theirs = {k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")}
-    before = now.model_copy(update=defaults | theirs)
+    theirs = unflatten({k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")})
+    known = {name: theirs[name] for name in theirs.keys() & type(now).model_fields}
+    try:  # Settings of a fork that are newer than the manifest had their defaults.
+        before = type(now).model_validate_json(json.dumps(known))
+    except ValidationError:  # This code would have refused them, so it knows no such rate.
+        return
     was = learning_rate_at(before, step, manifest.get("max_steps", step), before.learning_rate)
     would_be = learning_rate_at(now, step, setup.max_steps, now.learning_rate)
     if not math.isclose(was, would_be):
