@@ -632,12 +632,14 @@ def test_weights_that_no_optimizer_has(task, tmp_path, monkeypatch):
 class OfParts(torch.optim.Optimizer):
     """Momentum, by default of the part of each weight that this rank has; and a count of the updates."""
 
-    def __init__(self, weights, count=None, in_group=False, part_of=local_tensor):
+    def __init__(self, weights, count=None, in_group=False, in_state=False, part_of=local_tensor):
         super().__init__(weights, {"lr": 0.1, "updates": 0})
-        self.count, self.in_group, self.part_of = count, in_group, part_of
+        self.count, self.in_group, self.in_state, self.part_of = count, in_group, in_state, part_of
 
     @torch.no_grad()
     def step(self, closure=None):
+        if self.in_state:
+            self.state.setdefault("all", {})["updates"] = torch.ones(())
         for group in self.param_groups:
             group["updates"] += self.in_group
             for weight in group["params"]:
@@ -651,6 +653,7 @@ class OfParts(torch.optim.Optimizer):
     "options, refused",
     [
         ({"in_group": True}, "OfParts changes updates of its parameter groups, which no checkpoint keeps"),
+        ({"in_state": True}, "OfParts keeps 'all' beside the state of each weight; put it there"),
         ({"count": 0}, "OfParts keeps updates as 1; checkpoints keep plain tensors"),
         ({"count": torch.tensor(0.0)}, None),
     ],
