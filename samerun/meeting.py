@@ -52,7 +52,8 @@ class Meeting:
             self.store = dist.PrefixStore("samerun", self.open_store())
             own = f"process {os.getpid()} on {self.host}"
             holder = self.store.compare_set(f"taken/{self.rank}", "", own).decode()
-            require(holder == own, f"launch: {holder} has RANK {self.rank}, too; give each process another one")
+            advice = "give each process another one; if that one has ended, give another port"  # As of a notebook.
+            require(holder == own, f"launch: {holder} has RANK {self.rank}, too; {advice}")
             self.pulse.start()
         return self
 
