@@ -1,6 +1,6 @@
 """How far are fp16, bf16 and float8 from float32? A small Llama learns Python's asyncio in each, under every strategy.
 
-    python tests/benchmarks/precision.py [--steps 60] [--learning-rate 1e-3] [--tiny]
+    python tests/benchmarks/precision.py [--steps 60] [--learning-rate 1e-3] [--seed 0] [--tiny]
 
 The launcher files are those that ship, on CPU processes. A CPU emulates float8, if torchao is there: it rounds to
 float8 what it multiplies. All runs see the same rows. For each, the table has the largest relative difference of a loss
@@ -47,8 +47,8 @@ SETTINGS = {
 }
 
 
-def read_config(steps: int, learning_rate: float, tiny: bool) -> dict:
-    settings = SETTINGS | {"run.max_steps": steps, "optim.learning_rate": learning_rate}
+def read_config(steps: int, learning_rate: float, seed: int, tiny: bool) -> dict:
+    settings = SETTINGS | {"run.max_steps": steps, "optim.learning_rate": learning_rate, "run.seed": seed}
     width = 32 if tiny else 64
     settings |= {"model.architecture.hidden_size": width, "model.architecture.intermediate_size": 3 * width}
     words = [str(word) for setting, value in settings.items() for word in (f"--{setting}", value)]
@@ -66,11 +66,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model and few strategies, so that a test can run it"
     )
     args = parser.parse_args()
-    config, first = read_config(args.steps, args.learning_rate, args.tiny), None
+    config, first = read_config(args.steps, args.learning_rate, args.seed, args.tiny), None
     print(f"{'':28}{'last loss':>12}{'from float32':>24}{'from one device':>24}", flush=True)
     for precision, (options, *strategies) in PRECISIONS.items():
         if precision == "float8" and find_spec("torchao") is None:
