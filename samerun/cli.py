@@ -62,9 +62,7 @@ def describe(error: ValidationError, kind: type[Config] = Config) -> str:
         elif problem["type"] == "value_error":
             text = str(problem["ctx"]["error"])
         else:
-            # YAML was read as JSON, see load_config(), and has other words.
-            message = problem["msg"].replace("an object", "a dictionary").replace("a valid array", "a valid list")
-            text = f"{message}, not {problem['input']!r}"
+            text = f"{problem['msg']}, not {problem['input']!r}"
             if problem["type"] == "string_type" and isinstance(problem["input"], bool):
                 text += "; in YAML, yes, no, on and off need quotes to be words, as \"'off'\" in a command"
         problems.setdefault(path, []).append(text)
@@ -214,7 +212,7 @@ def load_config(argv: list[str], kind: type[Config] = Config) -> Config:
             require(value and not value.startswith("--"), "no value; write null for none, or '\"\"' for an empty text")
             override(settings, name[2:], value)
             given.append(name[2:])
-        return kind.model_validate_json(json.dumps(settings))  # As JSON, which has lists for tuples, too.
+        return kind.model_validate(settings)
     except ValidationError as error:
         problems = describe(error, kind)
         where = "command line" if is_about(problems, given) else file

@@ -3,6 +3,7 @@
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 
 def setting_of(name: str) -> str:
@@ -30,8 +31,9 @@ def config_fields(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def flat_settings(config: BaseModel) -> dict[str, Any]:
-    """The value of every setting by its dotted path, as JSON has it."""
-    return flatten(config.model_dump(mode="json"))
+    """The value of every setting by its dotted path, as it is read from JSON: a list for a tuple, a text for a Path."""
+    flat = flatten(config.model_dump())
+    return {name: to_jsonable_python(value, inf_nan_mode="constants") for name, value in flat.items()}
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -46,7 +48,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
-    """What flatten() makes such names of."""
+    """What flatten() makes such names of, if no key of a dictionary has a dot."""
     nested = {}
     for name, value in flat.items():
         *parents, last = name.split(".")

@@ -52,7 +52,8 @@ class Meeting:
             self.store = dist.PrefixStore("samerun", self.open_store())
             own = f"process {os.getpid()} on {self.host}"
             holder = self.store.compare_set(f"taken/{self.rank}", "", own).decode()
-            advice = "give each process another one; if that one has ended, give another port"  # As of a notebook.
+            # In a notebook, the store of an interrupted launch still answers.
+            advice = "give each process another rank; if that process has ended, give the launch another port"
             require(holder == own, f"launch: {holder} has RANK {self.rank}, too; {advice}")
             self.pulse.start()
         return self

@@ -180,7 +180,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     name = f"build_optimizer: {type(optimizer).__name__}"
     for weight, state in optimizer.state.items():
         is_weight = isinstance(weight, torch.Tensor)
-        require(is_weight, f"{name} keeps {weight!r} beside the state of each weight; put it there")
+        require(is_weight, f"{name} keeps {weight!r} beside the state of each weight; put it into that state")
         for key, value in state.items():
             if type(value) not in (torch.Tensor, DTensor):
                 raise UserError(f"{name} keeps {key} as {value!r}; checkpoints keep plain tensors, so make it one")

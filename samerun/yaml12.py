@@ -4,6 +4,7 @@ import re
 from typing import IO, Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 INT = "tag:yaml.org,2002:int"
 FLOAT = "tag:yaml.org,2002:float"
@@ -46,6 +47,8 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {first: list(resolvers) for first, resolvers in KEPT.items()}
 
 
+# Of a fork's settings: a Path is a text, an Enum its value.
+Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 Loader.add_constructor(INT, Loader.construct_int)
 for number_tag, pattern in NUMBERS.items():
     for side in (Loader, Dumper):

@@ -6,6 +6,7 @@ test_bad_input.py runs single mistakes through main(); this file is about the ru
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -467,7 +468,20 @@ def test_what_a_run_writes_is_read_as_it_was(load):
     """config.yaml of the run folder is a config like any other, whatever a prompt looks like."""
     before = load("--eval.prompts", json.dumps(ODD_TEXTS), "--data.eval_fraction", "0.5")
     assert before.eval.prompts == ODD_TEXTS
-    assert load(text=to_yaml(before.model_dump(mode="json"))) == before
+    assert load(text=to_yaml(before.model_dump())) == before
+
+
+def test_values_that_json_lacks_stay_what_they_are(load):
+    """Infinity is a limit in some models, and another limit is a change. Keys need not be texts."""
+    limits = "model_type: mamba2, time_step_limit: [0.0, .inf], id2label: {0: a}"
+    config, other = (
+        load(text=GOOD.replace("model_type: llama", text)) for text in (limits, limits.replace(".inf", "1"))
+    )
+    shape = {"model_type": "mamba2", "time_step_limit": [0.0, math.inf], "id2label": {0: "a"}}
+    assert config.model.architecture == shape
+    assert load(text=to_yaml(config.model_dump())) == config
+    changes = changed_settings(train.Settings, flat_settings(other), flat_settings(config))
+    assert list(changes) == [("model.architecture.time_step_limit", [0.0, 1], [0.0, math.inf])]
 
 
 @pytest.mark.parametrize("text, number", [("010", 10), ("1_000", 1000), ("0x10", 16), ("+4", 4)])
@@ -511,7 +525,7 @@ class Norm(Enum):
     LAYER = "layer"
 
 
-class Own(Section):
+class Own(Section, strict=False):
     """Settings of a fork, of any type that JSON can write."""
 
     teacher: Teacher = Teacher()
@@ -551,7 +565,7 @@ def test_settings_of_a_fork_are_what_its_types_say(tmp_path):
     assert config.own == Own(
         betas=(0.8, 1.0), layers=(3,), file=Path("c.txt"), norm=Norm.LAYER, teacher=Teacher(weight=1.0)
     )
-    file.write_text(to_yaml(config.model_dump(mode="json")))
+    file.write_text(to_yaml(config.model_dump()))
     assert load_config(["--config", str(file)], Settings) == config
     manifest = json.loads(json.dumps(flat_settings(config)))
     assert not list(changed_settings(Settings, manifest, flat_settings(config)))

@@ -671,6 +671,7 @@ class OptimWithParts(Optim):
     decay: Decay = Decay()
     factors: dict[str, float] = {}
     steps: list[Decay] = []
+    cycle: tuple[float, float] = (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -679,8 +680,9 @@ class OptimWithParts(Optim):
         ({"decay": {"factor": 0.5}}, lambda optim: optim.decay.factor),
         ({"factors": {"all": 0.5}}, lambda optim: optim.factors["all"]),
         ({"steps": [{"factor": 0.5}]}, lambda optim: optim.steps[0].factor),
+        ({"cycle": (0.5, 1.0)}, lambda optim: optim.cycle[0]),
     ],
-    ids=["section", "dict", "list"],
+    ids=["section", "dict", "list", "tuple"],
 )
 def test_the_rate_of_before_by_settings_that_have_parts(capsys, settings, rate_of):
     """Of a fork. The manifest has their names with dots."""
@@ -692,6 +694,16 @@ def test_the_rate_of_before_by_settings_that_have_parts(capsys, settings, rate_o
         say_if_rate_differs(setup, 5, manifest, lambda optim, step, length, peak: peak * rate_of(optim))
         said = capsys.readouterr().out
         assert told in said if told else not said
+
+
+@pytest.mark.parametrize("factors", [{"a": "not a number"}, {"a": 1.0, "a.b": 0.5}], ids=["other type", "dotted keys"])
+def test_a_rate_of_before_that_is_not_known(capsys, factors):
+    """It may be one of other code, in which the setting had another type."""
+    now = OptimWithParts(learning_rate=0.1)
+    setup = SimpleNamespace(config=SimpleNamespace(optim=now), max_steps=9)
+    manifest = {"config": {f"optim.factors.{name}": factor for name, factor in factors.items()}, "max_steps": 9}
+    say_if_rate_differs(setup, 5, manifest, lambda *given: pytest.fail("is asked for a rate"))
+    assert capsys.readouterr().out == ""
 
 
 class OwnWithParts(Section):

@@ -1,6 +1,5 @@
 """How a launch differs from the checkpoint that it goes on from: what is refused, and what is only said."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -208,11 +207,12 @@ def say_if_rows_do_not_follow(setup: Setup, progress: Progress) -> None:
 def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learning_rate_at: Callable) -> None:
     """Where a schedule of another length or kind goes on, the learning rate may jump after the step of a checkpoint."""
     now, settings = setup.config.optim, manifest["config"].items()
-    theirs = unflatten({k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")})
-    known = {name: theirs[name] for name in theirs.keys() & type(now).model_fields}
-    try:  # Settings of a fork that are newer than the manifest had their defaults.
-        before = type(now).model_validate_json(json.dumps(known))
-    except ValidationError:  # This code would have refused them, so it knows no such rate.
+    try:
+        theirs = unflatten({k.removeprefix("optim."): v for k, v in settings if k.startswith("optim.")})
+        # Settings of a fork that are newer than the manifest had their defaults.
+        known = {name: theirs[name] for name in theirs.keys() & type(now).model_fields}
+        before = type(now).model_validate(known, strict=False)  # A tuple was written as a list.
+    except (ValidationError, TypeError):  # This code would have refused them, or a key of a dictionary has a dot.
         return
     was = learning_rate_at(before, step, manifest.get("max_steps", step), before.learning_rate)
     would_be = learning_rate_at(now, step, setup.max_steps, now.learning_rate)

@@ -173,7 +173,7 @@ class RunFolder:
             delete(leftover)
         self.log_status(progress.step)  # First, so that who kills the run now leaves a folder that is known as a run's.
         replace_file(file, metrics)
-        settings = to_yaml(config.model_dump(mode="json"))
+        settings = to_yaml(config.model_dump())
         comments = [f"# {json.dumps(note)}\n" for note in notes]
         replace_file(self.path / "config.yaml", settings + "".join(comments))
 

@@ -147,13 +147,14 @@ def start_accelerator(config: Config) -> Accelerator:
         torch.set_num_threads(max(1, CORES // number_in("LOCAL_WORLD_SIZE")))
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
+    if "NPROC" in os.environ:  # Of Accelerate's notebook_launcher, which tells the precision by another name, too.
+        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", os.environ.get("MIXED_PRECISION", "no"))
     launched = number_in("WORLD_SIZE")
     layout = layout_of(config, launched, is_sharded=uses_fsdp())
     set_timeout(config.run.timeout_minutes)
     with as_user_error(f"launch of {launched} processes (see accelerate_configs/), or run.trackers"):
         accelerator = Accelerator(
             cpu=cpu,
-            mixed_precision=precision_of_notebook(),
             log_with=config.run.trackers or None,
             project_dir=f"{config.run.output_dir}/tensorboard",
             parallelism_config=groups_for_accelerate(layout),
@@ -187,12 +188,6 @@ def start_accelerator(config: Config) -> Accelerator:
     has_backward = config.model.attention != "flex_attention" or accelerator.device.type not in ("cpu", "mps")
     require(has_backward, "model.attention flex_attention: torch has no backward pass of it on this device; use sdpa")
     return accelerator
-
-
-def precision_of_notebook() -> str | None:
-    """What Accelerate's notebook_launcher was given, which it says by a name that its Accelerator does not read."""
-    is_read = "ACCELERATE_MIXED_PRECISION" in os.environ
-    return None if is_read else os.environ.get("MIXED_PRECISION")
 
 
 def describe_launch(accelerator: Accelerator, layout: Layout) -> dict[str, str]:

@@ -653,7 +653,7 @@ class OfParts(torch.optim.Optimizer):
     "options, refused",
     [
         ({"in_group": True}, "OfParts changes updates of its parameter groups, which no checkpoint keeps"),
-        ({"in_state": True}, "OfParts keeps 'all' beside the state of each weight; put it there"),
+        ({"in_state": True}, "OfParts keeps 'all' beside the state of each weight; put it into that"),
         ({"count": 0}, "OfParts keeps updates as 1; checkpoints keep plain tensors"),
         ({"count": torch.tensor(0.0)}, None),
     ],
@@ -868,13 +868,15 @@ def test_a_setting_that_older_checkpoints_do_not_know(task, tmp_path):
     assert "  optim.of_a_fork: 3 in the checkpoint, None now" in unknown.output
 
 
-OWN = """class Own(Section):
+OWN = """class Own(Section, strict=False):
     z_weight: float = 0.0
     \"\"\"Weight of the z-loss.\"\"\"
     note: MayChange[str] = ""
     \"\"\"Changes nothing.\"\"\"
     range: tuple[int, int] = (0, 1)
     \"\"\"Changes nothing, but must stay what it is.\"\"\"
+    file: Path = Path("a.txt")
+    \"\"\"Changes nothing.\"\"\"
 
 
 class OwnOptim(Optim):
@@ -885,7 +887,7 @@ class OwnOptim(Optim):
 
 @pytest.fixture
 def with_own_settings(tmp_path):
-    """train.py with three settings in Own, one of which is handed to the loss where the loss is handed down, and one of
+    """train.py with settings in Own, one of which is handed to the loss where the loss is handed down, and one of
     the schedule."""
     source = (ROOT / "train.py").read_text()
     for old, new in (
@@ -914,6 +916,7 @@ def test_settings_of_a_fork(task, tmp_path, with_own_settings):
     other.mkdir()
     done = launch(plain, config, "--own.note", "first", **how)
     assert "note: first" in (done.folder / "config.yaml").read_text()
+    assert "file: a.txt" in (done.folder / "config.yaml").read_text()
     more = "--run.max_steps", STEPS + 1
     assert launch(plain, config, *more, "--own.note", "second", **how).status["step"] == STEPS + 1
     other_values = "--own.z_weight", 0.1, "--own.range", "[0, 2]"
