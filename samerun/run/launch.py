@@ -147,7 +147,7 @@ def start_accelerator(config: Config) -> Accelerator:
         torch.set_num_threads(max(1, CORES // number_in("LOCAL_WORLD_SIZE")))
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # The launcher takes `--fp8_backend ao`, and the Accelerator only AO.
         os.environ["ACCELERATE_FP8_BACKEND"] = os.environ["ACCELERATE_FP8_BACKEND"].upper()
-    if "NPROC" in os.environ:  # Of Accelerate's notebook_launcher, which tells the precision by another name, too.
+    if "NPROC" in os.environ:  # By notebook_launcher, which hands on the precision by a name that nothing reads.
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", os.environ.get("MIXED_PRECISION", "no"))
     launched = number_in("WORLD_SIZE")
     layout = layout_of(config, launched, is_sharded=uses_fsdp())
