@@ -130,7 +130,7 @@ class Tests:
                 return True
             case ast.Attribute(value=ast.Attribute(attr=section), attr=name):
                 return f"{section}.{name}" in self.gone.settings
-            case ast.keyword(arg=name):
+            case ast.keyword(arg=name, parent=ast.Call()):  # Not of a class, as strict=False.
                 function = House.called(node.parent)
                 is_lost = any((last_name(function), name) == (one, other) for one, _, other, _ in self.gone.parameters)
                 return (is_lost or name in self.keys or name in self.gone.keywords) and self.is_ours(function)
