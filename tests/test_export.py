@@ -214,6 +214,20 @@ def test_the_type(tmp_path, asked, saved, precision, expected, is_said):
     assert export_dtype(config, precision) == getattr(torch, expected)
 
 
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+def test_the_type_of_a_model_of_another_task(tmp_path, saved):
+    """A fork may train a ViT, which is no causal model. The config of an older one does not say its type."""
+    vit = transformers.ViTConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=4, patch_size=2
+    )
+    transformers.ViTForImageClassification(vit).to(getattr(torch, saved)).save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    del found["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    config = Config.model_construct(run=Run(), model=Model(pretrained=str(tmp_path)))
+    assert export_dtype(config, "no") == getattr(torch, saved)
+
+
 def test_numbers_that_count_keep_their_type():
     """Such as the batches that a norm has seen."""
     planned = without_storage(torch.nn.BatchNorm1d(2).state_dict(), torch.bfloat16)

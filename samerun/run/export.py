@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from samerun.config import Config
 from samerun.errors import as_user_error, is_main_process
 from samerun.files import replace_file, replace_folder
+from samerun.model.outline import is_of_transformers
 from samerun.run.checkpoint import Progress, load_checkpoint, step_of
 from samerun.run.folder import kept_best
 from samerun.run.setup import Setup
@@ -79,10 +80,14 @@ def export_dtype(config: Config, precision: str) -> torch.dtype:
         return {"no": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     options = {"trust_remote_code": config.model.trust_remote_code}
     with as_user_error(f"model.pretrained: cannot tell the type of {pretrained}", pretrained):
-        found = transformers.AutoConfig.from_pretrained(pretrained, **options).dtype
+        known = transformers.AutoConfig.from_pretrained(pretrained, **options)
+        found = known.dtype
         if found is None:  # Only its files say it. On the meta device, none of their weights is read.
             options |= {"dtype": "auto", "device_map": "meta", "attn_implementation": "eager"}
-            found = transformers.AutoModelForCausalLM.from_pretrained(pretrained, **options).dtype
+            kind = transformers.AutoModelForCausalLM
+            if is_of_transformers(known) and type(known) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                kind = transformers.AutoModel  # Of a fork's task, such as a ViT.
+            found = kind.from_pretrained(pretrained, **options).dtype
     return found if found in (torch.float16, torch.bfloat16) else torch.float32
 
 
