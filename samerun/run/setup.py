@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.dotted import eval_setting
 from samerun.errors import as_user_error, require, say
-from samerun.model.checks import is_same_loss, probe_row
+from samerun.model.checks import is_same_loss, probe_row, sums_of_outputs
 from samerun.model.loss import joins_documents, patched
 from samerun.model.token_bytes import TokenBytes
 from samerun.optim import BEYOND_FP16
@@ -206,20 +207,45 @@ def check_own_sum(setup: Setup) -> None:
     if setup.collate is collate:
         return
     check_own_sizes(setup)
-    if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
-        check_together(setup)
+    with kept_buffers(setup.model):
+        draws = draws_inside(setup)
+        if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
+            draws |= check_together(setup)
+    if draws and not setup.is_random:
+        say(CHANCE)
     check_no_rows(setup)
 
 
-def check_together(setup: Setup) -> None:
-    """Raises UserError if the losses of rows depend on those beside them, also in training, as by a batch norm."""
-    draws = check_two_rows(setup, training=False)
-    buffers = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}  # A batch norm counts the passes.
-    draws |= check_two_rows(setup, training=True)
+@contextmanager
+def kept_buffers(model: torch.nn.Module):
+    """Let passes in training leave the buffers as they were: a batch norm counts the passes."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
     for name, before in buffers.items():
-        setup.model.get_buffer(name).copy_(before)
-    if draws and not setup.is_random:
-        say(CHANCE)
+        model.get_buffer(name).copy_(before)
+
+
+def draws_inside(setup: Setup) -> bool:
+    """Whether passes of a row in training differ in what some module returns.
+
+    The loss alone would not tell: at first, a LoRA adapter adds nothing, whatever its dropout is. Ranks may find
+    different answers, so that none may leave out a pass.
+    """
+    data = setup.train_data
+
+    def sums() -> list[float]:
+        rows = data.read_rows(data.rows_at(0, 1))
+        return sums_of_outputs(setup.model, lambda: sums_in(setup, [rows], training=True))
+
+    first, *others = [sums() for _ in range(4)]
+    return not all(np.array_equal(first, other, equal_nan=True) for other in others)
+
+
+def check_together(setup: Setup) -> bool:
+    """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them, also in
+    training, as by a batch norm."""
+    draws = check_two_rows(setup, training=False)
+    return check_two_rows(setup, training=True) or draws
 
 
 def check_own_sizes(setup: Setup) -> None:

@@ -33,7 +33,7 @@ from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
 from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
-from samerun.run.setup import check_together
+from samerun.run.setup import kept_buffers
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -370,23 +370,16 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
-def test_buffers_are_as_before_the_tries(monkeypatch):
+def test_buffers_are_as_before_the_tries():
     """A batch norm writes into its own, and other modules have new ones after each pass in training."""
     model = torch.nn.BatchNorm1d(2)
     model.register_buffer("passes", torch.zeros(()))
-    seen = []
-
-    def check_two_rows(setup, training):
-        model.train(training)(torch.randn(4, 2))
-        model.passes = model.passes + training
-        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
-        return False
-
-    monkeypatch.setattr("samerun.run.setup.check_two_rows", check_two_rows)
-    check_together(SimpleNamespace(model=model, is_random=False))
-    first, second = seen
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, first[name]) and not torch.equal(buffer, second[name])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with kept_buffers(model):
+        model.train()(torch.randn(4, 2))
+        model.passes = model.passes + 1
+        assert all(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_targets_of_ones_own_that_sizes_do_not_count_are_told(task, tmp_path, monkeypatch):
@@ -461,6 +454,20 @@ def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "collate", changed)
     settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
     assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.3])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_dropout_in_an_adapter_of_a_fork_is_told(task, tmp_path, monkeypatch, micro_batch, lora_dropout):
+    """It changes no loss before the first step, and single rows have no others beside them to be tried with."""
+    config, *_ = task
+    collate, check_model = train.collate, train.check_model
+    monkeypatch.setattr(train, "collate", lambda *given: collate(*given))
+    monkeypatch.setattr(train, "check_model", lambda *given: (False, check_model(*given)[1]))  # A fork has none.
+    adapter = f"{{r: 2, target_modules: all-linear, lora_dropout: {lora_dropout}}}"
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--batch.max_micro_batch_size", micro_batch
+    told = run(tmp_path, config, *settings, "--model.lora", adapter).output
+    assert ("\nDropout is on, or other chance: this run is the same only" in told) == bool(lora_dropout)
 
 
 @pytest.mark.slow
