@@ -127,6 +127,7 @@ def begin_mixture(setup: Setup) -> None:
 def check_setup(setup: Setup) -> None:
     check_sizes(setup)
     check_adapted(setup)
+    check_heeded(setup)
     check_evaluations(setup)
     check_documents(setup)
     check_own_sum(setup)
@@ -145,6 +146,21 @@ def check_adapted(setup: Setup) -> None:
     if setup.config.model.lora is not None:
         is_adapted = hasattr(setup.model, "peft_config")
         require(is_adapted, "model.lora: the model has no adapter, and would be trained itself; call add_lora()")
+    has_codes = getattr(setup.model, "is_quantized", False)
+    advice = "the model has no weights in 4 bits; load it with a quantization_config"
+    require(has_codes or not setup.config.model.load_in_4bit, f"model.load_in_4bit: {advice}")
+
+
+def check_heeded(setup: Setup) -> None:
+    """Raises UserError if a fork that builds its own model would ignore what takes less memory or time."""
+    if setup.collate is collate:
+        return
+    asked, found = setup.config.model, setup.model.config._attn_implementation
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in setup.model.modules())
+    advice = "the model keeps all activations; call recompute_layers()"
+    require(recomputes or not asked.gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
+    advice = f"the model has {found}, not {asked.attention}; build it with attn_implementation"
+    require(asked.attention in ("sdpa", found), f"model.attention: {advice}")
 
 
 def check_optimizers(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -208,9 +224,9 @@ def check_own_sum(setup: Setup) -> None:
         return
     check_own_sizes(setup)
     with kept_buffers(setup.model):
-        draws = draws_inside(setup)
-        if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
-            draws |= check_together(setup)
+        is_alone = max(stage.plan.micro_batch_size for stage in setup.stages) == 1
+        draws = not is_alone and check_together(setup)
+        draws |= draws_inside(setup)
     if draws and not setup.is_random:
         say(CHANCE)
     check_no_rows(setup)

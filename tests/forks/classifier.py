@@ -18,6 +18,7 @@ from samerun.config import Data, Model, Source
 from samerun.data.order import Order
 from samerun.data.rows import Dataset
 from samerun.data.sources import load_source
+from samerun.model.recompute import recompute_layers
 
 
 class Images(Dataset):
@@ -71,7 +72,12 @@ def collate_images(rows: list[np.ndarray], device: torch.device, joined: bool) -
 
 def build_classifier(config: Model, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return transformers.AutoModelForImageClassification.from_pretrained(config.pretrained)
+    model = transformers.AutoModelForImageClassification.from_pretrained(
+        config.pretrained, attn_implementation=config.attention
+    )
+    if config.gradient_checkpointing:
+        recompute_layers(model, "model.gradient_checkpointing", config.gradient_checkpointing == "selective")
+    return model
 
 
 def classification_loss(

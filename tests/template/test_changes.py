@@ -430,6 +430,28 @@ def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch)
     assert "error: data.eval_fraction: no rows are held out; let what loads them do so" in told
 
 
+@pytest.mark.parametrize(
+    "setting, value, told",
+    [
+        ("gradient_checkpointing", True, "model.gradient_checkpointing: the model keeps all activations; call"),
+        ("attention", "eager", "model.attention: the model has documents, not eager; build"),
+    ],
+)
+def test_settings_that_a_model_of_ones_own_ignores(task, tmp_path, monkeypatch, setting, value, told):
+    """They are up to what builds it."""
+    config, *_ = task
+    collate, build_model = train.collate, train.build_model
+
+    def heedless(config, tokenizer):
+        model = config.model.model_copy(update={setting: type(config.model).model_fields[setting].default})
+        return build_model(config.model_copy(update={"model": model}), tokenizer)
+
+    monkeypatch.setattr(train, "collate", lambda *given: collate(*given))
+    monkeypatch.setattr(train, "build_model", heedless)
+    monkeypatch.setattr(train, "check_model", lambda *_: (False, False))  # It is for text.
+    assert f"error: {told}" in run(tmp_path, config, f"--model.{setting}", value, expect=2).output
+
+
 @pytest.mark.parametrize("settings", [{}, {"config": SimpleNamespace(n_layer=1)}], ids=["no config", "another"])
 def test_a_plain_module_is_refused(task, tmp_path, monkeypatch, settings):
     config, *_ = task
@@ -490,7 +512,7 @@ def test_what_is_not_asked_of_rows_of_ones_own(task, tmp_path, monkeypatch):
     settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
     run(tmp_path, config, *settings, "--batch.max_micro_batch_size", 1)
     monkeypatch.setattr("samerun.run.setup.check_no_rows", lambda *_: None)
-    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_: {"loss": float("inf")})
+    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_, **__: {"loss": float("inf")})
     run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "again")
 
 
