@@ -10,9 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate.tracking import TensorBoardTracker
 from helpers import Done, launch, run, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import train
+from samerun.run import trackers
 from samerun.run.trackers import log_to_each
 
 KILL_AFTER = 7  # Steps. The last checkpoint before that is of step 5.
@@ -151,6 +154,55 @@ def test_mlflow(tmp_path, monkeypatch):
     assert list(points) == list(range(1, 13)) and len(points[7]) == 2
     for step, values in points.items():
         assert values == pytest.approx([more.losses[step - 1]] * len(values), rel=1e-5)
+
+
+def test_trackers_of_a_failed_call_are_ended(tmp_path, monkeypatch):
+    """A program that calls main() for one trial after another: the tracker of a trial that has failed is not the one of
+    the next trial. Those that have not been started, or have been ended, are left alone."""
+    begun, ended = [], []
+
+    class Tracker(TensorBoardTracker):
+        def start(self):
+            begun.append(self)
+            super().start()
+
+        def finish(self):
+            ended.append(self)
+            super().finish()
+
+    def fail(*arguments):
+        raise LookupError("pruned")
+
+    monkeypatch.setattr(trackers, "TensorBoardTracker", Tracker)
+    config = config_of(tmp_path, "tensorboard")
+    run(tmp_path, config)
+    assert len(begun) == 1 and ended == begun
+    with monkeypatch.context() as patch, pytest.raises(LookupError):
+        patch.setattr(train, "step_metrics", fail)
+        run(tmp_path, config, "--run.output_dir", str(tmp_path / "pruned"))
+    assert len(begun) == 2 and ended == begun
+    run(tmp_path, config, "--run.output_dir", str(tmp_path / "next"))
+    assert len(begun) == 3 and ended == begun
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
+def test_mlflow_after_a_failed_call(tmp_path, monkeypatch):
+    """Its run counts as failed, and the next call has its own, which MLflow would refuse to start. It refuses one
+    beside a run of the program, which goes on."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = config_of(tmp_path, "mlflow")
+    run(tmp_path, config, "--optim.learning_rate", "1e30", "--optim.max_grad_norm", "null", expect=1)
+    run(tmp_path, config, "--run.output_dir", str(tmp_path / "next"))
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    [experiment] = [one for one in client.search_experiments() if one.name != "Default"]
+    found = {one.info.run_name: one.info.status for one in client.search_runs([experiment.experiment_id])}
+    assert found == {"a run": "FAILED", "next": "FINISHED"}
+    with mlflow.start_run() as active:
+        run(tmp_path, config, "--run.output_dir", str(tmp_path / "beside"), expect=2)
+        assert mlflow.active_run().info.run_id == active.info.run_id
 
 
 def test_without_trackers(tmp_path):

@@ -294,6 +294,7 @@ def failures_explained(step: int, plan: Plan):
 
 def end_training(accelerator: Accelerator) -> None:
     accelerator.end_training()
+    accelerator.trackers.clear()  # end_left_trackers() does not end them again.
     if accelerator.num_processes > 1:
         time.sleep(0.1)  # gloo's threads need Python's lock to end, and torch waits for them without releasing it.
 

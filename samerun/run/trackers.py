@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ OWN_IDS = {
     "mlflow": ("run_id", lambda tracker: tracker.info.run_id),
     "aim": ("run_hash", lambda tracker: tracker.hash),
 }
+
+BEGUN = []  # Lists of the trackers of each call of main() that have not been ended yet.
 
 
 def start_trackers(
@@ -51,7 +54,10 @@ def start_trackers(
             name, folder.path / "tensorboard", **{"purge_step": step + 1} | options.pop("tensorboard", {})
         )
         accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
-        accelerator.init_trackers(project, init_kwargs=options)
+        try:
+            accelerator.init_trackers(project, init_kwargs=options)
+        finally:
+            BEGUN.append(accelerator.trackers)
     folder.track = log_to_each(accelerator.trackers)
     for tracker in accelerator.trackers:  # Only the main process has any.
         if tracker is board:
@@ -62,6 +68,22 @@ def start_trackers(
             ids[tracker.name] = OWN_IDS[tracker.name][1](tracker.tracker)
     if accelerator.trackers:
         replace_file(note, json.dumps(ids))
+
+
+def end_left_trackers() -> None:
+    """End those of a call of main() that has failed. Otherwise, W&B logs the next run into the curve of this one, and
+    MLflow refuses the next run."""
+    while BEGUN:
+        for tracker in BEGUN.pop():
+            with suppress(Exception):  # It may not have been started. Then it has no run, which is its `tracker`.
+                if tracker.name == "wandb":
+                    tracker.tracker.finish(exit_code=1)
+                elif tracker.name == "mlflow" and tracker.tracker:  # MLflow would also end one of the program.
+                    import mlflow
+
+                    mlflow.end_run("FAILED")
+                else:
+                    tracker.finish()
 
 
 def log_to_each(trackers: list[Any]) -> Callable:

@@ -65,6 +65,8 @@ def trackers(house: House) -> None:
     house.drop_statements("Config.check", "tracker_options")
     house.drop_setting("run.tracker_options", {})
     house.drop_definition("start_trackers")
+    house.drop_definition("end_left_trackers")
+    house.drop_statements("end_training", "trackers")
     house.drop_statements("RunFolder.__init__", "track")
     house.drop_statements("RunFolder.log", "self.track")
 
