@@ -840,6 +840,15 @@ def adapter(tmp, data):
 case("tokenizer folder missing", {"data.tokenizer": "./TMP/nope"}, "data.tokenizer", "TMP/nope", "folder")
 case("tokenizer folder empty", {"data.tokenizer": "TMP/empty"}, "data.tokenizer", "TMP/empty", make=folder("empty"))
 case(
+    "tokenizer that draws random numbers",
+    {"data.tokenizer": "TMP/random"},
+    "data.tokenizer",
+    "cannot load TMP/random: it draws random numbers; set dropout to null in its tokenizer.json",
+    make=lambda tmp, data: transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.1))
+    ).save_pretrained(tmp / "random"),
+)
+case(
     "tokenizer without network",
     {"data.tokenizer": "nobody/nothing"},
     "data.tokenizer",

@@ -558,6 +558,7 @@ def test_lora_without_fields_trains_adapters_only(tmp_path):
     saved = {name for name in saved_names(done.folder / "checkpoints" / "step-00000005") if name.startswith("model.")}
     assert saved == {f"model.{name}" for name in names}
     assert f", of which {2 * 8 * (32 + 32 + 32 + 16):,} are trained, " in done.output
+    assert f"\nFinished: {done.folder}/model (last step) loads with peft's from_pretrained()." in done.output
 
 
 def test_lora_of_a_mixture_with_a_pattern():

@@ -32,6 +32,7 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
             # It tells whether there was a network, and the key of the tokens must not depend on that.
             tokenizer.init_kwargs.pop("local_files_only", None)
+            check_chance(tokenizer)
         tokenizer.add_tokens(config.special_tokens, special_tokens=True)
     if config.chat_template:
         with as_user_error(f"data.chat_template: cannot read {config.chat_template} from {os.getcwd()}"):
@@ -45,6 +46,13 @@ def load_tokenizer(config: Data, model: Model) -> transformers.PreTrainedTokeniz
     if "text" in formats and tokenizer.eos_token_id is None:
         say("The tokenizer has no end-of-text token. So the model does not learn where a text ends.")
     return tokenizer
+
+
+def check_chance(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raises UserError for BPE dropout (arXiv:1910.13267), with which a text has other tokens each time."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # A slow one has none.
+    advice = "set dropout to null in its tokenizer.json"
+    require(not getattr(getattr(backend, "model", None), "dropout", None), f"it draws random numbers; {advice}")
 
 
 def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> None:

@@ -39,7 +39,10 @@ def export_best(setup: Setup, progress: Progress) -> str:
         setup.folder.exported_step = step_of(best)
     export_model(setup)
     which = best.name if best else "last step"
-    return f"{setup.folder.path}/model ({which}) loads with from_pretrained()"
+    owner = ""
+    if setup.config.model.lora is not None:  # transformers cannot load one that trains rows of new tokens.
+        owner = "peft's "
+    return f"{setup.folder.path}/model ({which}) loads with {owner}from_pretrained()"
 
 
 def export_model(setup: Setup) -> None:

@@ -283,7 +283,8 @@ def failures_explained(step: int, plan: Plan):
     except RuntimeError as error:
         if "parameters that were not used in producing loss" in str(error):  # DDP says so in the pass after it.
             problem = "some weights got no gradient, as those for images get none from text, and DDP waits for all"
-            raise UserError(f"model: {problem}; take accelerate_configs/fsdp2.yaml: {one_line(error)}") from error
+            advice = "freeze them, or take accelerate_configs/fsdp2.yaml"
+            raise UserError(f"model: {problem}; {advice}: {one_line(error)}") from error
         if not memory.should_reduce_batch_size(error):
             raise
         advice = "that is one row: lower data.sequence_length, set model.gradient_checkpointing, or shard the model"

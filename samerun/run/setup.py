@@ -157,7 +157,7 @@ def check_heeded(setup: Setup) -> None:
         return
     asked, found = setup.config.model, setup.model.config._attn_implementation
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in setup.model.modules())
-    advice = "the model keeps all activations; call recompute_layers()"
+    advice = "no module has gradient_checkpointing = True, as after recompute_layers()"
     require(recomputes or not asked.gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
     advice = f"the model has {found}, not {asked.attention}; build it with attn_implementation"
     require(asked.attention in ("sdpa", found), f"model.attention: {advice}")

@@ -433,7 +433,7 @@ def test_a_share_for_evaluation_that_a_fork_forgets(task, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "setting, value, told",
     [
-        ("gradient_checkpointing", True, "model.gradient_checkpointing: the model keeps all activations; call"),
+        ("gradient_checkpointing", True, "model.gradient_checkpointing: no module has gradient_checkpointing = True"),
         ("attention", "eager", "model.attention: the model has documents, not eager; build"),
     ],
 )
