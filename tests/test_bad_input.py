@@ -134,7 +134,7 @@ case(
 )
 case("a word that is a boolean", {}, "model.attention", "need quotes", argv=[*CONFIG, "--model.attention", "off"])
 case("unlike any key", {"run.zzzzzz": 5}, "run.zzzzzz: unknown key")
-case("setting of a section without any", {"own.q": 1}, "own.q: unknown key; python train.py --help lists them all")
+case("own setting unlike any", {"own.zzzzzz": 1}, "own.zzzzzz: unknown key; python train.py --help lists them all")
 case(
     "unknown field of a named source",
     {"data.eval_source": {"docs": {"fils": ["DATA/docs"]}}},

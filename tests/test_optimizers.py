@@ -184,7 +184,7 @@ def test_a_checkpoint_has_the_state_of_all_optimizers_before_their_first_update(
         weight.grad = torch.zeros_like(weight)
     whole.step()
     kinds = {name.rpartition(".")[2] for name in trained_state(model, [muon, whole]) if name.startswith("optimizer.")}
-    assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    assert kinds >= {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}  # A fork may keep more, such as an average.
 
 
 @pytest.mark.parametrize(

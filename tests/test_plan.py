@@ -494,7 +494,7 @@ def memory_config(batch: dict | None = None, tokens: int = TOKENS, packing: str 
     batch = {"global_batch_size": 16, "max_micro_batch_size": 2} | (batch or {})
     data = {"path": "absent", "format": "tokens", "packing": packing, "sequence_length": tokens}
     settings = {"run": {"max_steps": 1}, "batch": batch, "data": data, "model": {"architecture": LLAMA} | model}
-    return Config.model_validate(settings)
+    return train.Settings.model_validate(settings)  # That of a fork, whose loss may read settings of its own.
 
 
 @pytest.fixture(autouse=True)

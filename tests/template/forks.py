@@ -96,9 +96,18 @@ OWN_MODEL: Edits = {
 
 METHOD: Edits = {
     "train.py": [
+        (  # A setting of the loss.
+            'may differ when a run is continued."""\n',
+            'may differ when a run is continued."""\n\n    z_weight: float = 0.01\n    """That of the z-loss."""\n',
+        ),
+        (
+            "targets: torch.Tensor) -> tuple[torch.Tensor, dict",
+            "targets: torch.Tensor, z: float = 0.01) -> tuple[torch.Tensor, dict",
+        ),
+        ("token_loss=token_loss)", "token_loss=functools.partial(token_loss, z=config.own.z_weight))"),
         (  # The loss: z-loss, as in PaLM (arXiv:2204.02311), section 5.
             '    return cross_entropy.sum(), {"loss": cross_entropy}\n',
-            "    z_loss = 0.01 * (targets != -100) * logits.float().logsumexp(1).square()\n"
+            "    z_loss = z * (targets != -100) * logits.float().logsumexp(1).square()\n"
             "    loss = cross_entropy + z_loss\n"
             '    return loss.sum(), {"loss": loss, "cross_entropy": cross_entropy, "z_loss": z_loss}\n',
         ),

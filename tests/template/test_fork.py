@@ -191,11 +191,15 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_another_method_passes_the_suite_with_newer_rooms(tmp_path):
-    """Another loss, optimizer, schedule and log line. The reference of the tests is the second place for the first."""
+    """Another loss with a setting, optimizer, schedule and log line. The tests' reference has the loss, too."""
     forks.make(tmp_path / "fork", forks.METHOD)
     assert "Newer." in (tmp_path / "fork" / "samerun" / "plan.py").read_text()
     exact = "test_equals_the_plain_loop[1 process, a row at a time]", "test_a_step_without_targets_changes_nothing"
     tests = [*(f"tests/test_exact.py::{test}" for test in exact), "tests/test_house.py", "tests/test_shuffle.py"]
+    tests += [
+        "tests/test_plan.py::test_memory_of_activations",
+        "tests/test_bad_input.py::test_bad_input[own-setting-unlike-any]",
+    ]
     command = [sys.executable, "-m", "pytest", "-n0", *tests]
     done = subprocess.run(command, cwd=tmp_path / "fork", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
