@@ -13,6 +13,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import datasets
 import helpers
 import numpy as np
 import pytest
@@ -386,6 +387,17 @@ def test_launch_is_recorded(config, tmp_path, monkeypatch):
     done = run(tmp_path, config)
     assert "The launch is not as before: precision no in the checkpoint, bf16 now.\n" in done.output
     assert done.logged("plan/precision") == ["no", "bf16"]
+
+
+def test_other_libraries_are_told(config, tmp_path, monkeypatch):
+    """They may compute something else, too."""
+    run(tmp_path, config, "--run.max_steps", 5)
+    version = datasets.__version__
+    monkeypatch.setattr(datasets, "__version__", "1.2.3")
+    changed = run(tmp_path, config, "--run.max_steps", 6)
+    again = run(tmp_path, config, "--run.max_steps", 7)
+    assert f"The launch is not as before: datasets {version} in the checkpoint, 1.2.3 now.\n" in changed.output
+    assert "is not as before" not in again.output
 
 
 def test_other_code_is_told(config, tmp_path, monkeypatch):

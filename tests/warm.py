@@ -69,7 +69,9 @@ class Launch:
         self.answers = self.connection.makefile("rw")
         self.answers.write(json.dumps(request) + "\n")
         self.answers.flush()
-        self.pid, self.returncode = int(self.answers.readline()), None  # Of the launcher, or of the rank without one.
+        told = self.answers.readline()
+        assert told, f"this launch did not begin, perhaps for want of its file in accelerate_configs/: {request}"
+        self.pid, self.returncode = int(told), None  # Of the launcher, or of the rank without one.
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:

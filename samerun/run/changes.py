@@ -176,9 +176,12 @@ def changes_of_model(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def say_if_launched_otherwise(before: dict[str, str], now: dict[str, str]) -> None:
-    """The run may go on in another precision, which changes what it computes, but not in silence."""
-    changed = [name for name in ("precision", "launcher") if before.get(name, now[name]) != now[name]]
+def say_if_launched_otherwise(manifest: dict[str, Any], record: dict[str, Any]) -> None:
+    """The run may go on in another precision or with other libraries, which may change what it computes, but not in
+    silence."""
+    before, now = (found.get("launch", {}) | found.get("versions", {}) for found in (manifest, record))
+    names = [name for name in now if name not in ("layout", "git")]  # Any layout is the same run. Code is told apart.
+    changed = [name for name in names if before.get(name, now[name]) != now[name]]
     if changed:
         told = [f"{name} {before[name]} in the checkpoint, {now[name]} now" for name in changed]
         say(f"The launch is not as before: {'; '.join(told)}.")

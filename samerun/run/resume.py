@@ -109,7 +109,7 @@ def resume(
     check_unchanged(setup, path, manifest, record)
     if not any(name.startswith(("model", "data.tokenizer")) for name in run.allow_changes):
         check_same_model(setup, path, manifest.get("model", {}), record["model"])
-    say_if_launched_otherwise(manifest.get("launch", {}), record["launch"])
+    say_if_launched_otherwise(manifest, record)
     say_if_code_has_changed(manifest.get("code", {}), record["code"])
     progress = progress_in(manifest)
     require(

@@ -634,6 +634,16 @@ def without_settings(text: str, gone: Iterable[str]) -> str:
     return "".join(kept)
 
 
+def without_tests(script: str, gone: Iterable[str]) -> str:
+    """A shell script without these files of tests, and without a line that would be left with none."""
+    kept = []
+    for line in script.splitlines():
+        left = [word for word in line.split(" ") if word not in gone]
+        if " tests/" not in line or any(word.startswith("tests/") for word in left):
+            kept.append(" ".join(left))
+    return "\n".join(kept) + "\n"
+
+
 def take_out(root: Path, features: list[str]) -> House:
     """Change a tree of files: rooms and lines, settings, configs and launcher files, tests."""
     before = House(read(root, *SOURCE))
@@ -644,6 +654,9 @@ def take_out(root: Path, features: list[str]) -> House:
         assert path not in after.texts, f"{path} is still used"
         (root / path).unlink(missing_ok=True)
     write(root, after.sources)
+    script = root / ".ci/run"
+    if script.exists():
+        script.write_text(without_tests(script.read_text(), paths))
     for path in (root / "configs").glob("*.yaml"):
         path.write_text(without_settings(path.read_text(), after.switched_off))
     schema = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"

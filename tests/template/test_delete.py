@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import forks
 import pytest
-from features import FEATURES, FILES, SOURCE, take_out, without
+from features import FEATURES, FILES, SOURCE, take_out, without, without_tests
 from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import House, constant, read, write
@@ -70,6 +70,18 @@ def test_one_after_the_other():
     """Samples and evaluations share places. Two calls leave what a single one with both of them does."""
     one_by_one = without(without(HOUSE, ["samples"]).sources, ["evaluation"])
     assert one_by_one.sources == without(HOUSE, ["samples", "evaluation"]).sources
+
+
+def test_the_script_of_ci_runs_no_test_that_is_gone():
+    """Without a file, pytest would run all tests."""
+    before = (ROOT / ".ci/run").read_text()
+    gone = [*FILES["DeepSpeed"], *FILES["trackers"], *FILES["LoRA"]]
+    after = without_tests(before, gone)
+    assert not [file for file in gone if file in after]
+    dropped = '.venv/bin/python -m pytest tests/test_deepspeed.py -m "not slow"\n'
+    two = ".venv/bin/python -m pytest tests/test_trackers.py tests/test_optimizers.py tests/test_4bit.py\n"
+    assert after == before.replace(dropped, "").replace(two, ".venv/bin/python -m pytest tests/test_optimizers.py\n")
+    assert before.count(dropped) == before.count(two) == 1 and without_tests(before, []) == before
 
 
 def test_an_unknown_feature_is_told():
