@@ -9,6 +9,7 @@ perplexity says nothing. The rows of a step that is not finite are places, too.
 """
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import datasets
@@ -42,9 +43,12 @@ class Draws(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def fingerprint(self) -> str:
-        """What tells these images from others."""
-        return self.images._fingerprint
+    def fingerprint(self) -> int:
+        """A checksum of some rows as the model gets them, wherever the images lie. So other noise counts, too."""
+        checksum = len(self)
+        for place in np.linspace(0, len(self) - 1, 100, dtype=int):
+            checksum = zlib.crc32(self.read(place), checksum)
+        return checksum
 
     def rows_at(self, start: int, count: int) -> np.ndarray:
         return np.arange(start, start + count)
