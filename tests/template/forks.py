@@ -1,6 +1,7 @@
 """Forks of this template, as the lines that they change. None of them edits a room of samerun/.
 
 make(folder, CLASSIFIER, ROOT / "tests/forks/classifier.py")    another task; its module lies beside train.py
+make(folder, VLM, ROOT / "tests/forks/vlm.py")                  images with text
 make(folder, DIFFUSION, ROOT / "tests/forks/diffusion.py")      one that draws noise
 make(folder, OWN_MODEL, ROOT / "tests/forks/own_model.py")      a model that is not of transformers
 make(folder, METHOD)    another loss, optimizer, schedule and log line, and what its tests expect of them
@@ -16,19 +17,36 @@ from helpers import ROOT
 Edits = dict[str, list[tuple[str, str]]]  # By file: a piece of its text, and what stands in its place.
 
 
-def of_task(module: str, load: str, build: str, flops: str, collate: str, loss: str) -> list[tuple[str, str]]:
-    """What changes in train.py for a task without text, whose module defines these functions."""
+WITHOUT_TEXT = [
+    ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
+    ("load_data(config.data, tokenizer, config.run.seed)", "{load}(config.data, config.run.seed)"),
+    ("tokenizer=tokenizer,", "tokenizer=None,"),
+    ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
+    ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
+]
+WITH_TEXT = [
+    ("tokenizer = load_tokenizer(config.data, config.model)", "processor = {processor}(config.model)"),
+    ("load_data(config.data, tokenizer, config.run.seed)", "{load}(config.data, processor, config.run.seed)"),
+    ("tokenizer=tokenizer,", "tokenizer=processor,"),  # Is exported with the model.
+]
+
+
+def of_task(
+    module: str, load: str, build: str, collate: str, loss: str, flops: str = "", processor: str = ""
+) -> list[tuple[str, str]]:
+    """What changes in train.py for a task that is not of text alone, whose module defines these functions.
+
+    The processor of a task with text comes in the place of the tokenizer.
+    """
+    names = [name for name in (processor, load, build, flops, collate, loss) if name]
+    pairs = WITH_TEXT if processor else WITHOUT_TEXT
     return [
-        (
-            "from samerun.cli import",
-            f"from {module} import {load}, {build}, {flops}, {collate}, {loss}\nfrom samerun.cli import",
-        ),
-        ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
-        ("load_data(config.data, tokenizer, config.run.seed)", f"{load}(config.data, config.run.seed)"),
+        *((old, new.format(load=load, processor=processor)) for old, new in pairs),
+        ("from samerun.cli import", f"from {module} import {', '.join(names)}\nfrom samerun.cli import"),
         ("build_model(config, tokenizer)", f"{build}(config.model, config.run.seed)"),
         (
             "flops_per_token(model.config, config.model.lora, round(train_data.attention_length()))",
-            f"{flops}(model.config, config.data.sequence_length)",
+            f"{flops}(model.config, config.data.sequence_length)" if flops else "math.nan",
         ),
         (
             "    is_random, chunked = check_model("
@@ -52,14 +70,11 @@ def of_task(module: str, load: str, build: str, flops: str, collate: str, loss: 
             " if counts_bytes else None\n",
             "",
         ),
-        ("tokenizer=tokenizer,", "tokenizer=None,"),
         ("collate=collate,", f"collate={collate},"),
         ("token_bytes=token_bytes,", "token_bytes=None,"),
         ("vocabulary=vocabulary,", "vocabulary=0,"),
         ("    check_vocabulary(setup)\n    check_rope(model, stages, config.data.sequence_length)\n", ""),
         ('    meter.enter("sampling")\n    metrics |= sample(setup, stop)\n', ""),
-        ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
-        ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
     ]
 
 
@@ -74,6 +89,20 @@ CLASSIFIER: Edits = {
             loss="classification_loss",
         ),
         ("partial(compute_loss, token_loss=token_loss)", "partial(classification_loss, token_loss=token_loss)"),
+        ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
+    ],
+}
+VLM: Edits = {
+    "train.py": [
+        *of_task(
+            "vlm",
+            load="load_questions",
+            build="build_vlm",
+            collate="collate_questions",
+            loss="answer_loss",
+            processor="load_processor",
+        ),
+        ("partial(compute_loss, token_loss=token_loss)", "partial(answer_loss, token_loss=token_loss)"),
         ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "eval/loss", "eval/accuracy",'),
     ],
 }
