@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from accelerate.tracking import TensorBoardTracker
 from helpers import Done, launch, run, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -158,7 +159,7 @@ def test_mlflow(tmp_path, monkeypatch):
 
 def test_trackers_of_a_failed_call_are_ended(tmp_path, monkeypatch):
     """A program that calls main() for one trial after another: the tracker of a trial that has failed is not the one of
-    the next trial. Those that have not been started, or have been ended, are left alone."""
+    the next trial. Those that have been ended are left alone."""
     begun, ended = [], []
 
     class Tracker(TensorBoardTracker):
@@ -181,6 +182,7 @@ def test_trackers_of_a_failed_call_are_ended(tmp_path, monkeypatch):
         patch.setattr(train, "step_metrics", fail)
         run(tmp_path, config, "--run.output_dir", str(tmp_path / "pruned"))
     assert len(begun) == 2 and ended == begun
+    assert not PartialState._shared_state  # A tracker asks it for the rank, by which it would begin anew.
     run(tmp_path, config, "--run.output_dir", str(tmp_path / "next"))
     assert len(begun) == 3 and ended == begun
 
@@ -203,6 +205,22 @@ def test_mlflow_after_a_failed_call(tmp_path, monkeypatch):
     with mlflow.start_run() as active:
         run(tmp_path, config, "--run.output_dir", str(tmp_path / "beside"), expect=2)
         assert mlflow.active_run().info.run_id == active.info.run_id
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+def test_wandb_after_a_failed_call(tmp_path, monkeypatch):
+    """Its run is ended, because the next one would be logged into it. A run of the program goes on."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config = config_of(tmp_path, "wandb")
+    failing = "--optim.learning_rate", "1e30", "--optim.max_grad_norm", "null", "--optim.warmup_steps", 0
+    run(tmp_path, config, *failing, expect=1)
+    assert wandb.run is None
+    with wandb.init() as active:
+        run(tmp_path, config, *failing, "--run.output_dir", str(tmp_path / "beside"), expect=1)
+        assert wandb.run is active
 
 
 def test_without_trackers(tmp_path):

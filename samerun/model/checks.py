@@ -91,22 +91,16 @@ def draws_random_numbers(model: torch.nn.Module) -> bool:
 
 def sums_inside(model: torch.nn.Module) -> list[float]:
     """The sums of all that the modules return in a pass in training."""
-    # A router may only choose by chance for a few tokens, so there are many.
-    rows = [probe_row(vocabulary_size(model), packed=False, first=8 * number) for number in range(64)]
-    batch = collate(rows, model.device, joins_documents(model))
-    return sums_of_outputs(model, lambda: try_pass(model.train(), batch))
-
-
-def sums_of_outputs(model: torch.nn.Module, run_pass: Callable) -> list[float]:
-    """The sums of all that the modules return in this pass."""
     sums = []
 
     def note(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        tensors = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-        sums.extend(tensor.cpu().double().sum().item() for tensor in tensors)  # Apple's GPUs have no float64.
+        sums.extend(value.double().sum().item() for value in tree_leaves(output) if isinstance(value, torch.Tensor))
 
+    # A router may only choose by chance for a few tokens, so there are many.
+    rows = [probe_row(vocabulary_size(model), packed=False, first=8 * number) for number in range(64)]
+    batch = collate(rows, model.device, joins_documents(model))
     with forward_hook(model.modules(), note):
-        run_pass()
+        try_pass(model.train(), batch)
     return sums
 
 

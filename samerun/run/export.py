@@ -89,7 +89,7 @@ def export_dtype(config: Config, precision: str) -> torch.dtype:
             options |= {"dtype": "auto", "device_map": "meta", "attn_implementation": "eager"}
             kind = transformers.AutoModelForCausalLM
             if is_of_transformers(known) and type(known) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-                kind = transformers.AutoModel  # Of a fork's task, such as a ViT.
+                kind = getattr(transformers, known.architectures[0])  # Of a fork's task, such as a ViT.
             found = kind.from_pretrained(pretrained, **options).dtype
     return found if found in (torch.float16, torch.bfloat16) else torch.float32
 

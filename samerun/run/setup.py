@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,7 @@ from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.dotted import eval_setting
 from samerun.errors import as_user_error, require, say
-from samerun.model.checks import is_same_loss, probe_row, sums_of_outputs
+from samerun.model.checks import is_same_loss, probe_row
 from samerun.model.loss import joins_documents, patched
 from samerun.model.token_bytes import TokenBytes
 from samerun.optim import BEYOND_FP16
@@ -127,7 +126,7 @@ def begin_mixture(setup: Setup) -> None:
 def check_setup(setup: Setup) -> None:
     check_sizes(setup)
     check_adapted(setup)
-    check_heeded(setup)
+    say_if_unheeded(setup)
     check_evaluations(setup)
     check_documents(setup)
     check_own_sum(setup)
@@ -146,21 +145,23 @@ def check_adapted(setup: Setup) -> None:
     if setup.config.model.lora is not None:
         is_adapted = hasattr(setup.model, "peft_config")
         require(is_adapted, "model.lora: the model has no adapter, and would be trained itself; call add_lora()")
-    has_codes = getattr(setup.model, "is_quantized", False)
+    has_codes = any(getattr(module, "is_quantized", False) for module in setup.model.modules())
     advice = "the model has no weights in 4 bits; load it with a quantization_config"
     require(has_codes or not setup.config.model.load_in_4bit, f"model.load_in_4bit: {advice}")
 
 
-def check_heeded(setup: Setup) -> None:
-    """Raises UserError if a fork that builds its own model would ignore what takes less memory or time."""
+def say_if_unheeded(setup: Setup) -> None:
+    """What builds the model of a fork's task may forget settings that save memory or time."""
     if setup.collate is collate:
         return
-    asked, found = setup.config.model, setup.model.config._attn_implementation
-    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in setup.model.modules())
-    advice = "no module has gradient_checkpointing = True, as after recompute_layers()"
-    require(recomputes or not asked.gradient_checkpointing, f"model.gradient_checkpointing: {advice}")
-    advice = f"the model has {found}, not {asked.attention}; build it with attn_implementation"
-    require(asked.attention in ("sdpa", found), f"model.attention: {advice}")
+    modules, asked = list(setup.model.modules()), setup.config.model
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    if asked.gradient_checkpointing and not recomputes:
+        say("model.gradient_checkpointing seems to be ignored: no module has gradient_checkpointing = True.")
+    configs = [module.config for module in modules if isinstance(module, transformers.PreTrainedModel)]
+    found = {config._attn_implementation for config in configs}
+    if asked.attention not in {"sdpa", *found}:
+        say(f"model.attention seems to be ignored: the model has {', '.join(sorted(map(str, found)))}.")
 
 
 def check_optimizers(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -223,45 +224,29 @@ def check_own_sum(setup: Setup) -> None:
     if setup.collate is collate:
         return
     check_own_sizes(setup)
-    with kept_buffers(setup.model):
-        is_alone = max(stage.plan.micro_batch_size for stage in setup.stages) == 1
-        draws = not is_alone and check_together(setup)
-        draws |= draws_inside(setup)
+    draws = has_dropout(setup.model)
+    if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
+        draws |= check_together(setup)
     if draws and not setup.is_random:
         say(CHANCE)
     check_no_rows(setup)
 
 
-@contextmanager
-def kept_buffers(model: torch.nn.Module):
-    """Let passes in training leave the buffers as they were: a batch norm counts the passes."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    yield
-    for name, before in buffers.items():
-        model.get_buffer(name).copy_(before)
-
-
-def draws_inside(setup: Setup) -> bool:
-    """Whether passes of a row in training differ in what some module returns.
-
-    The loss alone would not tell: at first, a LoRA adapter adds nothing, whatever its dropout is. Ranks may find
-    different answers, so that none may leave out a pass.
-    """
-    data = setup.train_data
-
-    def sums() -> list[float]:
-        rows = data.read_rows(data.rows_at(0, 1))
-        return sums_of_outputs(setup.model, lambda: sums_in(setup, [rows], training=True))
-
-    first, *others = [sums() for _ in range(4)]
-    return not all(np.array_equal(first, other, equal_nan=True) for other in others)
+def has_dropout(model: torch.nn.Module) -> bool:
+    """It may change no loss yet: at first, a LoRA adapter adds nothing, whatever its dropout is."""
+    kind = torch.nn.modules.dropout._DropoutNd
+    return any(isinstance(module, kind) and module.p > 0 for module in model.modules())
 
 
 def check_together(setup: Setup) -> bool:
     """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them, also in
     training, as by a batch norm."""
     draws = check_two_rows(setup, training=False)
-    return check_two_rows(setup, training=True) or draws
+    buffers = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}  # A batch norm counts the passes.
+    draws |= check_two_rows(setup, training=True)
+    for name, before in buffers.items():
+        setup.model.get_buffer(name).copy_(before)
+    return draws
 
 
 def check_own_sizes(setup: Setup) -> None:

@@ -1,6 +1,7 @@
 """Trackers beside metrics.jsonl: a run is one curve in each of them, however often and wherever it is continued."""
 
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,7 @@ OWN_IDS = {
     "aim": ("run_hash", lambda tracker: tracker.hash),
 }
 
-BEGUN = []  # Lists of the trackers of each call of main() that have not been ended yet.
+BEGUN = []  # Of each call of main(), its trackers, which end_training() takes out, and the program's own run of W&B.
 
 
 def start_trackers(
@@ -54,10 +55,11 @@ def start_trackers(
             name, folder.path / "tensorboard", **{"purge_step": step + 1} | options.pop("tensorboard", {})
         )
         accelerator.log_with = [board if str(kind) == "tensorboard" else kind for kind in accelerator.log_with]
+        of_program = getattr(sys.modules.get("wandb"), "run", None)
         try:
             accelerator.init_trackers(project, init_kwargs=options)
         finally:
-            BEGUN.append(accelerator.trackers)
+            BEGUN.append((accelerator.trackers, of_program))
     folder.track = log_to_each(accelerator.trackers)
     for tracker in accelerator.trackers:  # Only the main process has any.
         if tracker is board:
@@ -74,10 +76,12 @@ def end_left_trackers() -> None:
     """End those of a call of main() that has failed. Otherwise, W&B logs the next run into the curve of this one, and
     MLflow refuses the next run."""
     while BEGUN:
-        for tracker in BEGUN.pop():
+        trackers, of_program = BEGUN.pop()
+        for tracker in trackers:
             with suppress(Exception):  # It may not have been started. Then it has no run, which is its `tracker`.
                 if tracker.name == "wandb":
-                    tracker.tracker.finish(exit_code=1)
+                    if tracker.tracker is not of_program:
+                        tracker.tracker.finish(exit_code=1)
                 elif tracker.name == "mlflow" and tracker.tracker:  # MLflow would also end one of the program.
                     import mlflow
 
