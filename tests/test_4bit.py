@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_finetune import check
 from test_plan import planned, set_fsdp2
 
+import train
 from samerun.config import Config, Model
 from samerun.preflight.memory import bytes_of_weights, memory_per_device, model_without_storage
 
@@ -255,6 +256,21 @@ def test_only_for_pretrained_weights_below_adapters(tmp_path, settings):
     config["model"] |= {"lora": LORA, "load_in_4bit": True}
     message = run(tmp_path, config, *settings, expect=2).output
     assert "error: model.load_in_4bit: is for the weights of model.pretrained, below model.lora; give both" in message
+
+
+def test_a_fork_that_forgets_to_round_is_refused(tmp_path, monkeypatch):
+    """What builds its model may not read the setting."""
+    build_model = train.build_model
+
+    def forgetful(config, tokenizer):
+        model = config.model.model_copy(update={"load_in_4bit": False})
+        return build_model(config.model_copy(update={"model": model}), tokenizer)
+
+    monkeypatch.setattr(train, "build_model", forgetful)
+    config = tiny_config(tmp_path)
+    config["model"] |= {"lora": LORA, "load_in_4bit": True}
+    message = run(tmp_path, config, expect=2).output
+    assert "error: model.load_in_4bit: the model has no weights in 4 bits; load it with a quantization" in message
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")

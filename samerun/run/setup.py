@@ -141,7 +141,7 @@ def check_sizes(setup: Setup) -> None:
 
 
 def check_adapted(setup: Setup) -> None:
-    """Raises UserError if model.lora would be ignored, as it is when a fork builds its own model."""
+    """Raises UserError if model.lora or load_in_4bit would be ignored, as they are when a fork builds its own model."""
     if setup.config.model.lora is not None:
         is_adapted = hasattr(setup.model, "peft_config")
         require(is_adapted, "model.lora: the model has no adapter, and would be trained itself; call add_lora()")
