@@ -179,8 +179,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if the optimizer keeps of a weight what no checkpoint does."""
     name = f"build_optimizer: {type(optimizer).__name__}"
     for weight, state in optimizer.state.items():
-        is_weight = isinstance(weight, torch.Tensor)
-        require(is_weight, f"{name} keeps {weight!r} beside the state of each weight; put it into that state")
+        if not isinstance(weight, torch.Tensor):
+            raise UserError(f"{name} keeps {weight!r} beside the state of each weight; put it into that state")
         for key, value in state.items():
             if type(value) not in (torch.Tensor, DTensor):
                 raise UserError(f"{name} keeps {key} as {value!r}; checkpoints keep plain tensors, so make it one")

@@ -200,11 +200,12 @@ def drawn(plain: PreTrainedModel, seed: int, names: set[str]) -> Iterable[dict[s
                 if weight is not None:
                     empty = torch.full(weight.shape, torch.nan, dtype=weight.dtype)
                     part._parameters[name] = torch.nn.Parameter(empty, weight.requires_grad)
+        # Not torch.manual_seed(), which seeds devices, too, and takes a while for it. These numbers are of the CPU.
         for name, part in reversed(parts):  # What a module changes in those within it comes after these.
-            torch.manual_seed(zlib.crc32(f"{seed} {prefix} {name}".encode()))
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed} {prefix} {name}".encode()))
             owner._init_weights(part)
         for its_owner, name, outer in reversed(above):  # The modules beside this one have no numbers that could change.
-            torch.manual_seed(zlib.crc32(f"{seed} {prefix} within {name}".encode()))
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed} {prefix} within {name}".encode()))
             its_owner._init_weights(outer)
         done = [name for name in inner if not module.get_parameter(name).sum().isnan()]  # A sum takes no memory.
         yield {inner[name]: module.get_parameter(name) for name in done}

@@ -136,11 +136,12 @@ def library_versions(repository: Path) -> dict[str, str]:
 def checksums_of_code(script: Path) -> dict[str, str]:
     """Checksums of the script, of what it has imported from beside it, and of each file of this package."""
     files = {script.name: script}
+    beside, environment = os.path.join(script.parent, ""), os.path.join(sys.prefix, "")
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or os.devnull)
-        is_beside = path.is_relative_to(script.parent) and not path.is_relative_to(sys.prefix)
-        if is_beside and path.suffix == ".py" and path.is_file():
-            files[str(path.relative_to(script.parent))] = path
+        path = str(getattr(module, "__file__", None))  # A Path for each of thousands of modules would take a while.
+        is_beside = path.startswith(beside) and not path.startswith(environment)
+        if is_beside and path.endswith(".py") and os.path.isfile(path):
+            files[os.path.relpath(path, script.parent)] = Path(path)
     files |= {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
 
