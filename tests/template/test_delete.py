@@ -30,10 +30,10 @@ CASES["everything"] = [name for name in FEATURES if name not in TAKEN_ALONG]
 # without the second alone. So there are forks without some, too, of which few tests need two.
 GROUPS = [
     CASES["everything"],
-    ["chat", "packing", "trackers", "auto", "DeepSpeed", "keep_best"],
-    ["LoRA", "sources", "pipeline parallelism", "curves", "patience", "hub"],
-    ["evaluation", "tensor parallelism", "compile", "memory plan", "profiler"],
-    ["FSDP", "sequence and context parallelism", "chunked_loss", "after_save", "samples"],
+    ["evaluation", "chunked_loss", "memory plan", "pipeline parallelism"],
+    ["packing", "compile", "keep_best", "samples", "curves", "hub", "FSDP"],
+    ["chat", "sources", "LoRA", "auto", "patience", "profiler", "trackers", "after_save"]
+    + ["tensor parallelism", "sequence and context parallelism", "DeepSpeed"],
 ]
 
 
