@@ -17,6 +17,16 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 
 from samerun.config import Model
 from samerun.model.outline import extend_embeddings, let_go, state_of
@@ -79,9 +89,6 @@ class WeightFiles:
 
     def __init__(self, plain: PreTrainedModel, config: Model):
         """`plain`: the model with its weights on the meta device."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.modeling_utils import LoadStateDictConfig
-
         # transformers would read in several threads, each of which would keep memory for the parts that it has read.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         self.plain, self.config = plain, config
@@ -114,8 +121,6 @@ class WeightFiles:
 
     def load(self, sources: dict[str, FileTensors], places: Places) -> dict[str, tuple[dict[str, int], Region]]:
         """Read weights into the model. Returns the samples and the region of each, as Weight has them."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-
         regions, samples, opened, wanted = {}, {}, {}, {}
         with ExitStack() as stack:
             for name, source in sources.items():
@@ -147,8 +152,6 @@ class WeightFiles:
 
         For a while there are both those and the merged one, and the experts may be nearly all of a layer.
         """
-        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
         mapping = copy.deepcopy(self.options.weight_mapping)  # It keeps notes about what it has seen.
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         renamings = [entry for entry in mapping if entry not in converters]
@@ -171,8 +174,6 @@ class WeightFiles:
 
     def files_of_layers(self) -> dict[int, dict[str, str]]:
         """The files of the tensors of each layer, by their names. -1 stands for what is in no layer."""
-        from transformers.modeling_utils import _get_resolved_checkpoint_files
-
         files, _ = _get_resolved_checkpoint_files(
             self.config.pretrained,
             variant=None,
@@ -198,8 +199,6 @@ def layer_of(name: str) -> int:
 
 def stacks_experts(converter: Any) -> bool:
     """Whether each expert in files is one of the merged ones, or a part of its matrix."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
     first, *others = converter.operations
     is_stack = type(first) is MergeModulelist and first.dim == 0
     return is_stack and all(type(one) is Concatenate and one.dim > 0 for one in others)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from samerun.errors import as_user_error, require
 from samerun.parallel.layout import Layout
@@ -39,8 +40,6 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tp_mesh: DeviceMesh
 
     `own`: the names of the weights that this rank has. It has all experts of a layer, so that none is sent.
     """
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
     plan = model._expand_parallel_plan(model.ep_plan)
     modules = [name for name in expert_modules(model, plan) if any(weight.startswith(f"{name}.") for weight in own)]
     plan = {name: style for name, style in plan.items() if any(f"{name}.".startswith(f"{one}.") for one in modules)}

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from samerun.data.batches import MicroBatch, in_one_row, lengthen
 from samerun.errors import as_user_error, require
@@ -25,9 +26,6 @@ def divide_matrices(
     names of whole weights of whose gradients each rank has a part. transformers would add these up after each
     micro-step, and what it has added up before once more. They are to be added up after the last one instead.
     """
-    # Not at the top of the file, because transformers before 5.22 does not have it.
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     kind = model.config.model_type
     rules = [rule for rule, style in model.tp_plan.items() if style == "replicated_with_grad_allreduce"]
     plan = model._expand_parallel_plan(model.tp_plan | dict.fromkeys(rules, "replicate"))
