@@ -65,14 +65,11 @@ class Background:
                 if checkpoint is None:
                     self.worker = None
                     return
-            self.attempt(checkpoint)
-
-    def attempt(self, checkpoint: Path) -> None:
-        try:
-            self.run(checkpoint)
-        except Exception as error:
-            self.failures += 1
-            say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
+            try:
+                self.run(checkpoint)
+            except Exception as error:
+                self.failures += 1
+                say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
 
     def run(self, checkpoint: Path) -> None:
         """Do it for a checkpoint. What goes wrong is raised."""
