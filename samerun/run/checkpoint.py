@@ -157,12 +157,12 @@ def delete_old(folder: Path, keep: int, manifest: dict[str, Any]) -> None:
 def written_files(draft: Path, group: dist.ProcessGroup | None) -> dict[str, list[int]]:
     """On the main process, size and checksum of each file that the ranks have written. Each reads its own again."""
     rank = dist.get_rank(group) if group else 0
-    own = sorted(draft.glob(f"shard-{rank + 1:05}-*"))  # Named by HuggingFaceStorageWriter; a rank may have none.
-    told = [{path.name: size_and_checksum(path) for path in own}]
-    if group:
-        own_files = told[0]
-        told = [{}] * dist.get_world_size(group)
-        dist.gather_object(own_files, told if rank == 0 else None, group=group, group_dst=0)
+    paths = sorted(draft.glob(f"shard-{rank + 1:05}-*"))  # Named by HuggingFaceStorageWriter; a rank may have none.
+    own = {path.name: size_and_checksum(path) for path in paths}
+    if not group:
+        return own
+    told = [{}] * dist.get_world_size(group)
+    dist.gather_object(own, told if rank == 0 else None, group=group, group_dst=0)
     return {name: size_and_sum for files in told for name, size_and_sum in files.items()}
 
 
