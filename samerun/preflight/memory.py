@@ -8,7 +8,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -91,8 +91,7 @@ class PassMemory:
 
     def extended(self, other: "PassMemory", times: float) -> "PassMemory":
         """This pass and so many times what another one holds beyond it."""
-        values = zip(asdict(self).values(), asdict(other).values())
-        return PassMemory(*(mine + (more - mine) * times for mine, more in values))
+        return PassMemory(*(mine + (more - mine) * times for mine, more in zip(astuple(self), astuple(other))))
 
 
 def model_without_storage(config: Model, found: transformers.PreTrainedConfig, layers: int) -> torch.nn.Module:
