@@ -7,6 +7,7 @@ on those numbers, and what is the matter with the weights of a pretrained model.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import transformers
@@ -65,14 +66,12 @@ def first_that_works(make: Callable, model: torch.nn.Module, config: Model, chun
     with torch.random.fork_rng(devices=[]):
         for is_narrow in True, False:
             torch.manual_seed(0)
-            try:
+            with suppress(Exception):  # Whatever the code of the model makes of it.
                 few = with_layers(model.config, layers_to_try(model, chunks))
                 small = make(narrow(few, config.expert_ranks) if is_narrow else few).eval()
                 with torch.no_grad(), attention(small, "eager"):
                     small(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=False)
                 return small
-            except Exception:  # Whatever the code of the model makes of it.
-                continue
         torch.manual_seed(0)
         return make(copy.deepcopy(model.config)).eval()
 
