@@ -245,12 +245,9 @@ def override(settings: dict[str, Any], path: str, text: str) -> None:
     *parents, last = path.split(".")
     try:
         for part in parents:
-            if isinstance(settings, list):
-                settings = settings[int(part)]
-                continue
-            if not isinstance(settings.get(part), dict | list):
+            if isinstance(settings, dict) and not isinstance(settings.get(part), dict | list):
                 settings[part] = {}
-            settings = settings[part]
+            settings = settings[int(part) if isinstance(settings, list) else part]
         settings[int(last) if isinstance(settings, list) else last] = value
     except (TypeError, ValueError, IndexError, AttributeError):
         raise UserError("a part of this path is a list; give its items by their numbers from 0, or all of it") from None
