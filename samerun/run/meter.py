@@ -79,9 +79,7 @@ class Meter:
         """Note a complete step, with its rows and tokens."""
         self.enter(self.phase)
         if self.warm:
-            self.counts["steps"] += 1
-            for name, amount in counts.items():
-                self.counts[name] += amount
+            self.counts.update(counts, steps=1)  # A Counter adds.
         self.tokens += counts["tokens"]
         self.warm = True
 
