@@ -179,8 +179,7 @@ def put(place: torch.Tensor, weight: Weight, rows: torch.Tensor | None, device: 
 def turn_on_this_machine(reason: str):
     """One process of a machine at a time."""
     say(f"The ranks of a machine build the whole model in turn: {reason}.")
-    user = getattr(os, "getuid", str)()  # Others may not open the file.
-    with FileLock(Path(tempfile.gettempdir()) / f"samerun-{user}.lock"):
+    with FileLock(Path(tempfile.gettempdir()) / f"samerun-{os.getuid()}.lock"):  # Others may not open the file.
         yield
 
 

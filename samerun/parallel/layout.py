@@ -173,7 +173,7 @@ def check_layers_and_heads(layout: Layout, config: Config, found: PreTrainedConf
         advice = "for other sizes take accelerate_configs/context_parallel.yaml"
         fits = heads % layout.size("sp", "tp") == 0
         require(fits, f"{among}: must divide the {heads} attention heads; {advice}")
-    plan = getattr(found, "base_model_tp_plan", None) or {}
+    plan = found.base_model_tp_plan or {}
     if layout.tp > 1 and heads and plan.get("layers.*.self_attn.k_proj") == "colwise":
         keys = number_in_config(found, "num_key_value_heads") or heads
         fits = heads % layout.tp == 0 and keys % layout.tp == 0
