@@ -164,7 +164,8 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     say(plan_table(setup.stages, setup.config.model.pipeline_ranks))
     say(f"Launch: {', '.join(f'{name} {value}' for name, value in launch.items())}")
     fill = setup.train_data.tokens / len(setup.train_data) / length
-    say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {setup.steps_per_epoch():,.1f} steps per epoch")
+    steps = len(setup.train_data) / setup.plan.global_batch_size
+    say(f"Data: {len(setup.train_data):,} rows, {fill:.1%} full; {steps:,.1f} steps per epoch")
     if isinstance(setup.train_data, Mixture):
         end = setup.max_steps + 1
         end_of_rows = setup.stage_at(end).row_of(end)

@@ -92,9 +92,6 @@ class Setup:
         """How many rows the steps after this one have. With batch.warmup, not all steps have equally many."""
         return self.stages[-1].row_of(self.max_steps + 1) - self.stage_at(step).row_of(step + 1)
 
-    def steps_per_epoch(self) -> float:
-        return len(self.train_data) / self.plan.global_batch_size
-
     @cached_property
     def joined(self) -> bool:
         """Whether the rows of a micro-batch are not padded, see collate()."""
@@ -209,10 +206,6 @@ def sums_in(setup: Setup, micro_batches: list[list[np.ndarray]], training: bool 
     return {name: value.item() / parallel.layout.data_parallel_size for name, value in sums.items()}
 
 
-def loss_in(setup: Setup, micro_batches: list[list[np.ndarray]]) -> float:
-    return sums_in(setup, micro_batches)["loss"]
-
-
 def is_exact(setup: Setup) -> bool:
     """Whether a loss is computed in float32, and not rounded further."""
     return setup.accelerator.mixed_precision == "no" and setup.accelerator.device.type == "cpu"
@@ -311,7 +304,8 @@ def check_documents(setup: Setup) -> None:
     if setup.config.data.packing == "none" or precision == "fp8" or setup.collate is not collate:
         return  # float8 needs longer rows, and a fork may have rows of its own.
     row = probe_row(setup.vocabulary, packed=True)
-    packed, alone = loss_in(setup, [[row]]), loss_in(setup, [[row[:, :4]], [row[:, 4:]]])
+    packed = sums_in(setup, [[row]])["loss"]
+    alone = sums_in(setup, [[row[:, :4]], [row[:, 4:]]])["loss"]
     advice = BEYOND_FP16 if precision == "fp16" else "check the weights of model.pretrained"
     require(math.isfinite(alone), f"model: the loss is {alone:g} before any step; {advice}")
     same = is_same_loss(setup.model, packed, alone) if is_exact(setup) else abs(packed - alone) <= 1e-2 * abs(alone)
