@@ -13,9 +13,10 @@ KEPT = {
     first: [(tag, regex) for tag, regex in resolvers if tag not in LEFT_OUT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+DIGITS = "[0-9][0-9_]*"
 NUMBERS = {
-    INT: r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F_]+",
-    FLOAT: r"[-+]?([0-9][0-9_]*)?\.[0-9_]+([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(\.([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+    INT: rf"[-+]?{DIGITS}|0x[0-9a-fA-F][0-9a-fA-F_]*",
+    FLOAT: rf"[-+]?({DIGITS})?\.{DIGITS}([eE][-+]?[0-9]+)?|[-+]?{DIGITS}(\.([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 

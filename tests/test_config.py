@@ -25,7 +25,7 @@ from samerun.config import Config, Section
 from samerun.dotted import config_fields, flat_settings
 from samerun.errors import UserError
 from samerun.run.changes import changed_settings
-from samerun.yaml12 import to_yaml
+from samerun.yaml12 import parse_yaml, to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GOOD = """\
@@ -482,6 +482,11 @@ def test_values_that_json_lacks_stay_what_they_are(load):
     assert load(text=to_yaml(config.model_dump())) == config
     changes = changed_settings(train.Settings, flat_settings(other), flat_settings(config))
     assert list(changes) == [("model.architecture.time_step_limit", [0.0, 1], [0.0, math.inf])]
+
+
+@pytest.mark.parametrize("text", ["._", "-.__", "0x_", "_1", "e5"])
+def test_a_number_has_a_digit(text):
+    assert parse_yaml(text) == text
 
 
 @pytest.mark.parametrize("text, number", [("010", 10), ("1_000", 1000), ("0x10", 16), ("+4", 4)])

@@ -194,7 +194,7 @@ def read_batches(file: str | TokenFile) -> Iterator[tuple[pa.RecordBatch, range]
 
 def pack_best_fit(documents: datasets.Dataset, length: int, folder: Path) -> datasets.Dataset:
     """The documents packed by TRL: several in a row, whose lengths are in the column seq_lengths."""
-    from trl import pack_dataset  # Not at the top of the file, because it takes two seconds.
+    from trl import pack_dataset  # Not at the top of the file: few runs need it, and it takes a while.
 
     kinds = sorted({str(kind).partition("<")[0] for kind in documents.data.schema.types})
     told = f"data.packing best_fit: TRL packs columns that are all list or all large_list, not {' and '.join(kinds)}"

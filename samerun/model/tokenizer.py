@@ -65,7 +65,7 @@ def take_training_template(tokenizer: transformers.PreTrainedTokenizerBase) -> N
         raise UserError(f"{problem}; name a file, such as configs/chat_template.jinja")
     if found is None or marks_turns(tokenizer.get_chat_template()):
         return
-    from trl.chat_template_utils import get_training_chat_template  # Not at the top of the file: it takes two seconds.
+    from trl.chat_template_utils import get_training_chat_template  # It takes a while.
 
     try:
         training = get_training_chat_template(tokenizer)
