@@ -337,9 +337,7 @@ from torch.distributed.fsdp import FSDPModule
 from samerun.parallel import mesh
 from samerun.parallel.layout import Layout
 from samerun.parallel.mesh import Parallelism
-from samerun.parallel.pipeline import PipelineSchedule
-divide_by, divide_matrices = FSDPModule.set_gradient_divide_factor, mesh.divide_matrices
-note_reductions = Parallelism.note_reductions
+divide_by, note_reductions = FSDPModule.set_gradient_divide_factor, Parallelism.note_reductions
 def note_none_of_the_first(self, *arguments):
     note_reductions(self, *arguments)
     del self.owed[0]
@@ -354,12 +352,12 @@ MISTAKES = {
         r"model\.layers\.\d\.mlp\.experts\.\w+",
     ),
     "a tied embedding is not added up": (
-        "PipelineSchedule.tied = lambda self: None",
+        "from samerun.parallel.pipeline import PipelineSchedule as it; it.tied = lambda self: None",
         ("tied", 2, layout(DDP, pp=2)),
         r"model\.embed_tokens\.weight",
     ),
     "norms of heads are not added up": (
-        "mesh.divide_matrices = lambda *some, **others: divide_matrices(*some, **others)[:0]",
+        "divide = mesh.divide_matrices; mesh.divide_matrices = lambda *some, **others: divide(*some, **others)[:0]",
         ("tied", 2, layout(DDP, tp=2)),
         r"model\.layers\.\d\.self_attn\.[qk]_norm\.weight",
     ),
@@ -374,7 +372,7 @@ MISTAKES = {
         r"[\w.]+\.weight",
     ),
     "the last micro-step does not average": (
-        "PipelineSchedule.average_from_now_on = lambda *_: None",
+        "from samerun.parallel.pipeline import PipelineSchedule as it; it.average_from_now_on = lambda *_: None",
         ("llama", 4, layout(FSDP2, pp=2)),
         r"[\w.]+\.weight",
     ),
