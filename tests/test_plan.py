@@ -521,6 +521,27 @@ def test_memory_of_weights_gradients_and_moments():
         )
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_memory_of_a_teacher(monkeypatch, is_sharded):
+    """The loss of a fork may ask one. Each rank has it whole, however the model is divided."""
+    if is_sharded:
+        set_fsdp2(monkeypatch)
+    before, teacher = memory_of(4), torch.nn.Linear(WIDTH, 10 * WIDTH)
+    loss_function = train.loss_function
+
+    def asking(config):
+        def loss_of(wrapped, batch, chunked=False):
+            with torch.no_grad():
+                teacher(torch.zeros(1, WIDTH, device=batch.targets.device))
+            return loss_function(config)(wrapped, batch, chunked=chunked)
+
+        return loss_of
+
+    monkeypatch.setattr(train, "loss_function", asking)
+    TRACED.clear()
+    assert memory_of(4)["weights"] == before["weights"] + 4 * (WIDTH + 1) * 10 * WIDTH
+
+
 def test_memory_of_fsdp2(monkeypatch):
     """A quarter each, and to compute: two layers and what is outside of the layers, and a layer's gradients twice."""
     set_fsdp2(monkeypatch)

@@ -34,14 +34,21 @@ from samerun.preflight.planned_launch import PlannedLaunch
 
 
 class LiveMemory(TorchDispatchMode):
-    """Adds up the bytes of the tensors that a computation makes, as long as they live. `tensors` are not counted."""
+    """Adds up the bytes of the tensors that a computation makes, as long as they live. `tensors` are not counted.
+
+    In `others` are those of weights that it reads and that are not among them: of a teacher, which the loss asks.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         super().__init__()
         self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self.now = self.peak = 0
+        self.now = self.peak = self.others = 0
 
     def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage()._cdata not in self.known:
+                self.known.add(tensor.untyped_storage()._cdata)
+                self.others += tensor.untyped_storage().nbytes()
         if function is torch.ops.aten._grouped_mm.default:
             result = grouped_mm_without_storage(*args, **(kwargs or {}))
         else:
@@ -85,6 +92,7 @@ class PassMemory:
     saved: float  # What waits for the backward pass after the last layer.
     layers: float  # The most that is held at a time, while the loss is not computed,
     head: float  # and while it is: from the end of the layers to the gradient of what they have returned.
+    others: float = 0  # Weights of other models. Each rank has them whole.
 
     def peak(self) -> float:
         return max(self.layers, self.head)
@@ -157,7 +165,7 @@ def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, ra
                 loss, _ = launch.loss_of(model, batch, chunked=chunked)
             loss.backward()
         in_layers.append(live.take_peak())
-    return PassMemory(saved[0], max(in_layers), max(in_head))
+    return PassMemory(saved[0], max(in_layers), max(in_head), live.others)
 
 
 TRACED: dict[tuple, PassMemory] = {}  # What traced() has found before.
@@ -303,7 +311,8 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
     if launch.defers:
         memory["gradients"] = 4 * (numbers_in(model, only_trained=True) - part.absent)
     known = 0 if launch.has_old_gradients else memory["gradients"]
-    activations, most = memory_of_passes(config, found, layers, launch)
+    activations, most, others = memory_of_passes(config, found, layers, launch)
+    memory["weights"] += others
     memory["activations"] = max(0, activations - known)
     memory["logits"] = max(0, most - known) - memory["activations"]
     if config.model.load_in_4bit:  # Each rank loads them all, before FSDP2 shards them.
@@ -313,9 +322,9 @@ def memory_per_device(launch: PlannedLaunch, found: transformers.PreTrainedConfi
 
 def memory_of_passes(
     config: Config, found: transformers.PreTrainedConfig, layers: int, launch: PlannedLaunch
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """The most bytes that the passes of a step hold at a time, beyond weights and older gradients: while the loss is
-    not computed, and altogether."""
+    not computed, and altogether. And those of the weights of other models that it asks."""
     plan, layout = launch.plan, launch.layout
     # Of the ranks that share a row, the first one keeps longer keys and values, and the last one has larger masks.
     ranks = {0, layout.row_ranks - 1}
@@ -327,7 +336,7 @@ def memory_of_passes(
         in_flight = layout.pp * (1 + config.model.chunks_per_rank()) / 2
         saved = held.layers + held.saved * (min(in_flight, plan.grad_accum_steps) - 1) + states
         most = max(saved, most + states)
-    return saved, most
+    return saved, most, held.others
 
 
 def gathered_weights(model: torch.nn.Module, launch: PlannedLaunch, absent: float) -> float:
