@@ -114,7 +114,8 @@ def one_line(error: BaseException) -> str:
 
 def reason(error: BaseException) -> str:
     """The message of an error, with its class, because the messages of some libraries say little alone."""
-    return one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+    told, _, _ = one_line(error).partition(" Model type should be one of ")  # transformers then lists some 200.
+    return told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
 
 
 def is_main_process() -> bool:

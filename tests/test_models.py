@@ -396,6 +396,14 @@ def test_a_model_that_needs_its_masks_gets_them(tmp_path):
     assert told not in other.output
 
 
+def test_a_model_of_another_task_is_refused_in_few_words(tmp_path):
+    """transformers would name all classes of models that it could build."""
+    config = tiny_config(tmp_path)
+    config["model"] = {"architecture": {"model_type": "t5", "vocab_size": 384}}
+    message = run(tmp_path, config, expect=2).output
+    assert "cannot build t5" in message and "AutoModelForCausalLM" in message and "LlamaConfig" not in message
+
+
 def test_an_encoder_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
