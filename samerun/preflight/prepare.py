@@ -1,5 +1,6 @@
 """What --prepare does: the data of a launch, without a device."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -16,7 +17,7 @@ from samerun.model.tokenizer import load_tokenizer
 from samerun.run.launch import StopSignal, go_offline_without_network, silence_libraries
 
 
-def prepare(config: Config, rows: list[int]) -> None:
+def prepare(config: Config, rows: list[int], loss_function: Callable) -> None:
     """All of a launch that needs the network or much time, without weights. And show these rows of the training data.
 
     Raises UserError.
@@ -31,6 +32,7 @@ def prepare(config: Config, rows: list[int]) -> None:
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
     if config.model.pretrained:
         download_weights(config.model, found)
+    loss_function(config)  # That of a fork may load a teacher.
     say(f"Data: {len(train_data):,} rows to train on")
     for name, data in eval_data.items():
         say(f"{evaluation_title(name)}: {len(data):,} rows")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, difference, launch, run, tiny_config
+from helpers import ROOT, difference, launch, run, tiny_config, write_config
 from reference import adamw, shuffled, summed_loss, train_reference
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,6 +198,16 @@ def test_a_teacher_from_the_hub_is_loaded_when_the_network_is_known(task, tmp_pa
         monkeypatch.setattr(train, name, lambda *given, name=name, of=function: calls.append(name) or of(*given))
     run(tmp_path, config, "--run.max_steps", 2, "--optim.warmup_steps", 0)
     assert calls == ["go_offline_without_network", "loss_function"]
+
+
+def test_prepare_loads_a_teacher(task, tmp_path, monkeypatch):
+    """It says that a launch finds all of it in the caches."""
+    config, *_ = task
+    calls = []
+    monkeypatch.setattr("samerun.preflight.prepare.go_offline_without_network", lambda _: calls.append("network"))
+    monkeypatch.setattr(train, "loss_function", lambda config: calls.append(config.run.seed))
+    assert train.main(["--prepare", "--config", str(write_config(tmp_path, config))]) == 0
+    assert calls == ["network", config["run"]["seed"]]
 
 
 @pytest.mark.slow
