@@ -11,6 +11,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import memory
+from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config, rows_per_block
 from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
@@ -30,6 +31,10 @@ from samerun.run.folder import RunFolder
 
 MINIMIZED = "minimized"
 CHANCE = "Dropout is on, or other chance: this run is the same only on the same number of processes."
+DRAWN = (
+    "The same rows differ each time they are read, so a run that continues is another one. "
+    "Draw from the seed and the row's place."
+)
 
 
 @dataclass(frozen=True)
@@ -217,10 +222,13 @@ def check_own_sum(setup: Setup) -> None:
     if setup.collate is collate:
         return
     check_own_sizes(setup)
+    are_drawn = has_drawn_rows(setup)
     draws = has_dropout(setup.model)
     if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
         draws |= check_together(setup)
-    if draws and not setup.is_random:
+    if are_drawn:
+        say(DRAWN)
+    elif draws and not setup.is_random:
         say(CHANCE)
     check_no_rows(setup)
 
@@ -229,6 +237,19 @@ def has_dropout(model: torch.nn.Module) -> bool:
     """It may change no loss yet: at first, a LoRA adapter adds nothing, whatever its dropout is."""
     kind = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(module, kind) and module.p > 0 for module in model.modules())
+
+
+def has_drawn_rows(setup: Setup) -> bool:
+    """Whether reading the first two rows draws random numbers that depend on no seed. The numbers that a pass draws do:
+    each step begins with reseed()."""
+    data = setup.train_data
+
+    def tensors() -> list[torch.Tensor]:
+        batch = setup.collate(data.read_rows(data.rows_at(0, 2)), setup.accelerator.device, setup.joined)
+        leaves = tree_leaves(getattr(batch, "__dict__", batch))
+        return [leaf.nan_to_num() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    return not all(map(torch.equal, tensors(), tensors()))
 
 
 def check_together(setup: Setup) -> bool:

@@ -483,19 +483,22 @@ def test_a_plain_module_is_refused(task, tmp_path, monkeypatch, settings):
     assert f"error: model: its config is a {kind}, not one of transformers; make" in told
 
 
-def test_chance_in_rows_of_ones_own_is_told(task, tmp_path, monkeypatch):
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_rows_that_are_drawn_anew_are_told(task, tmp_path, monkeypatch, micro_batch):
+    """As a collator that masks tokens draws them. Not even on the same number of processes are they the same again."""
     config, *_ = task
-    collate, numbers = train.collate, np.random.default_rng(0)
+    collate = train.collate
 
-    def changed(rows, *more):
-        rows = [row.copy() for row in rows]
-        for row in rows:
-            row[0, 0] = numbers.integers(10)
-        return collate(rows, *more)
+    def masked(rows, *more):
+        batch = collate(rows, *more)
+        batch.input_ids[torch.rand(batch.input_ids.shape) < 0.5] = 3
+        return batch
 
-    monkeypatch.setattr(train, "collate", changed)
-    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
-    assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+    monkeypatch.setattr(train, "collate", masked)
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--batch.max_micro_batch_size", micro_batch
+    output = run(tmp_path, config, *settings).output
+    assert "\nThe same rows differ each time they are read, so a run that continues is another one." in output
+    assert "this run is the same only" not in output
 
 
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.3])
