@@ -226,6 +226,8 @@ def check_own_sum(setup: Setup) -> None:
     draws = has_dropout(setup.model)
     if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
         draws |= check_together(setup)
+    if not are_drawn:
+        check_across_ranks(setup)
     if are_drawn:
         say(DRAWN)
     elif draws and not setup.is_random:
@@ -306,6 +308,27 @@ def check_two_rows(setup: Setup, training: bool) -> bool:
         same = is_same_sum(setup, together, apart, is_loss=what == "loss")
         require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
     return False
+
+
+def check_across_ranks(setup: Setup) -> None:
+    """Raises UserError if the loss of a row depends on those of other ranks, as where a loss gathers them."""
+    data, layout = setup.train_data, setup.parallel.layout
+    rows, ranks = data.rows_at(0, 2), layout.data_parallel_size
+    if ranks == 1:
+        return
+
+    def loss(number: int) -> float:
+        sums = sums_in(setup, [data.read_rows(rows[[number]])])
+        return sums.get(MINIMIZED, sums["loss"])
+
+    first, again, second, mixed = map(loss, (0, 0, 1, layout.data_parallel_rank % 2))
+    expected = (first * math.ceil(ranks / 2) + second * (ranks // 2)) / ranks
+    if first != again or not math.isfinite(expected):  # Random numbers, which differ in each pass. Or the step tells.
+        return
+    found = f"where ranks have other rows, their loss is {mixed:.6g} per rank, and {expected:.6g} by that of each row"
+    advice = "let a row be all that is compared, such as a group of pairs, and gather nothing from other ranks"
+    same = is_same_sum(setup, mixed, expected, is_loss=True)
+    require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
 
 
 def is_same_sum(setup: Setup, one: float, other: float, is_loss: bool) -> bool:

@@ -380,6 +380,45 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
+GATHERS = """
+class OwnBatch(train.MicroBatch):
+    pass
+
+
+def loss_function(config):
+    import functools
+    from samerun.data.batches import collate
+    from samerun.model.loss import compute_loss
+
+    plain = functools.partial(compute_loss, token_loss=train.token_loss)
+    train.collate = lambda *given: OwnBatch(**vars(collate(*given)))
+
+    def loss_of(wrapped, batch, chunked=False):
+        loss, metrics = plain(wrapped, batch, chunked=chunked)
+        if isinstance(batch, OwnBatch) and {gathers}:
+            of_all = loss.detach().clone()
+            torch.distributed.all_reduce(of_all)
+            loss = loss * of_all
+        return loss, metrics
+
+    return loss_of
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_loss_that_gathers_from_other_ranks_is_refused(task, tmp_path, gathers):
+    """Also where each rank has a row at a time, which has none beside it to be tried with."""
+    config, *_ = task
+    script = fork(tmp_path, GATHERS.format(gathers=gathers))
+    settings = "--batch.max_micro_batch_size", 1, "--run.max_steps", 2, "--optim.warmup_steps", 0
+    done = launch(tmp_path, config, *settings, processes=2, script=script, warm=True, expect=2 if gathers else 0)
+    told = re.findall(
+        "^error: .*: where ranks have other rows, their loss is (.*) per rank, and (.*) by ", done.output, re.M
+    )
+    assert len(told) == gathers
+
+
 def test_buffers_are_as_before_the_tries(monkeypatch):
     """A batch norm writes into its own, and other modules have new ones after each pass in training."""
     model = torch.nn.BatchNorm1d(2)
