@@ -540,6 +540,27 @@ def test_rows_that_are_drawn_anew_are_told(task, tmp_path, monkeypatch, micro_ba
     assert "this run is the same only" not in output
 
 
+DRAWS_ON_ONE_RANK = """
+import os
+collate = train.collate
+def masked(rows, *more):
+    batch = collate(rows, *more)
+    if os.environ["RANK"] == "1":
+        batch.input_ids[torch.rand(batch.input_ids.shape) < 0.5] = 3
+    return batch
+train.collate = masked
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_one_rank_draws_anew_are_told(task, tmp_path):
+    """All ranks then leave out what they would only try together."""
+    config, *_ = task
+    script, settings = fork(tmp_path, DRAWS_ON_ONE_RANK), ("--run.max_steps", 2, "--optim.warmup_steps", 0)
+    done = launch(tmp_path, config, *settings, processes=2, script=script, warm=True)
+    assert done.output.count("The same rows differ each time they are read") == 1
+
+
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.3])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_dropout_in_an_adapter_of_a_fork_is_told(task, tmp_path, monkeypatch, micro_batch, lora_dropout):
