@@ -343,11 +343,11 @@ def test_rows_of_another_length_are_refused(task, tmp_path):
 
 
 def test_auto_is_refused(task, tmp_path):
-    """Rows that fit into memory are tried for text only: batch.max_micro_batch_size."""
+    """Rows that fit into memory are tried for causal language models only: batch.max_micro_batch_size."""
     script, config, *_ = task
     settings = "--batch.max_micro_batch_size", "auto"
     done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True, expect=2)
-    assert "error: batch.max_micro_batch_size: auto is for text only; give a number" in done.output
+    assert "error: batch.max_micro_batch_size: auto is for causal models only; give a number" in done.output
 
 
 def test_adapters_that_nobody_adds_are_refused(task, tmp_path):
