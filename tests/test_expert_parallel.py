@@ -343,14 +343,14 @@ DOUBLED = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from transformers.distributed import expert_parallel
-divide = expert_parallel.apply_expert_parallelism
+from samerun.parallel import experts
+divide = experts.apply_expert_parallelism
 def doubled(model, *meshes, **more):
     divide(model, *meshes, **more)
     for name, parameter in model.named_parameters():
         if name.endswith("down_proj"):
             parameter.data *= 2
-expert_parallel.apply_expert_parallelism = doubled
+experts.apply_expert_parallelism = doubled
 sys.exit(train.main())
 """
 
