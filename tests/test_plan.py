@@ -526,20 +526,23 @@ def test_memory_of_a_teacher(monkeypatch, is_sharded):
     """The loss of a fork may ask one. Each rank has it whole, however the model is divided."""
     if is_sharded:
         set_fsdp2(monkeypatch)
-    before, teacher = memory_of(4), torch.nn.Linear(WIDTH, 10 * WIDTH)
+    before, teacher = memory_of(4), torch.nn.Linear(WIDTH, 1_000 * WIDTH)  # Much more than activations.
     loss_function = train.loss_function
 
     def asking(config):
         def loss_of(wrapped, batch, chunked=False):
             with torch.no_grad():
-                teacher(torch.zeros(1, WIDTH, device=batch.targets.device))
+                teacher(torch.zeros(1, WIDTH, device=batch.targets.device)).sum()
             return loss_function(config)(wrapped, batch, chunked=chunked)
 
         return loss_of
 
     monkeypatch.setattr(train, "loss_function", asking)
     TRACED.clear()
-    assert memory_of(4)["weights"] == before["weights"] + 4 * (WIDTH + 1) * 10 * WIDTH
+    after = memory_of(4)
+    assert after["weights"] == before["weights"] + 4 * (WIDTH + 1) * 1_000 * WIDTH
+    more = after["activations"] + after["logits"] - before["activations"] - before["logits"]
+    assert more <= 4 * 1_000 * WIDTH  # What it computes.
 
 
 def test_memory_of_fsdp2(monkeypatch):

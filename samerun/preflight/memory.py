@@ -39,15 +39,17 @@ class LiveMemory(TorchDispatchMode):
     In `others` are those of weights that it reads and that are not among them: of a teacher, which the loss asks.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
+    def __init__(self, tensors: Iterable[torch.Tensor], mode: torch._subclasses.FakeTensorMode):
         super().__init__()
         self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.mode, self.fakes = mode, []
         self.now = self.peak = self.others = 0
 
     def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage()._cdata not in self.known:
-                self.known.add(tensor.untyped_storage()._cdata)
+                self.fakes.append(self.mode.from_tensor(tensor))  # What is computed with has a storage of its own.
+                self.known |= {one.untyped_storage()._cdata for one in (tensor, self.fakes[-1])}
                 self.others += tensor.untyped_storage().nbytes()
         if function is torch.ops.aten._grouped_mm.default:
             result = grouped_mm_without_storage(*args, **(kwargs or {}))
@@ -144,7 +146,7 @@ def trace_pass(config: Config, model: torch.nn.Module, launch: PlannedLaunch, ra
             parameter.data = parameter.data.bfloat16()
     with fake:
         model.to_empty(device="cpu")
-        live = LiveMemory([*model.parameters(), *model.buffers()])
+        live = LiveMemory([*model.parameters(), *model.buffers()], fake)
         saved, in_layers, in_head = [], [], []
 
         def enter_head(module: torch.nn.Module, args: tuple, outputs: transformers.utils.ModelOutput) -> None:

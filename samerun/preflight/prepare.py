@@ -18,7 +18,7 @@ from samerun.run.launch import StopSignal, go_offline_without_network, silence_l
 
 
 def prepare(config: Config, rows: list[int], loss_function: Callable) -> None:
-    """All of a launch that needs the network or much time, without weights. And show these rows of the training data.
+    """All of a launch that needs the network or much time, without the model's weights. And show these training rows.
 
     Raises UserError.
     """

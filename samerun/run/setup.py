@@ -32,7 +32,7 @@ from samerun.run.folder import RunFolder
 MINIMIZED = "minimized"
 CHANCE = "Dropout is on, or other chance: this run is the same only on the same number of processes."
 DRAWN = (
-    "The same rows differ each time they are read, so a run that continues is another one. "
+    "The same rows differ each time they are read: the run is another one after a stop, or on other processes. "
     "Draw from the seed and the row's place."
 )
 
@@ -222,15 +222,10 @@ def check_own_sum(setup: Setup) -> None:
     if setup.collate is collate:
         return
     check_own_sizes(setup)
-    draws = has_dropout(setup.model)
-    if max(stage.plan.micro_batch_size for stage in setup.stages) > 1:
-        draws |= check_together(setup)
     if has_drawn_rows(setup):
         say(DRAWN)
-    else:
-        check_across_ranks(setup)
-        if draws and not setup.is_random:
-            say(CHANCE)
+    elif has_chance(setup) and not setup.is_random:
+        say(CHANCE)
     check_no_rows(setup)
 
 
@@ -247,22 +242,28 @@ def has_drawn_rows(setup: Setup) -> bool:
 
     def tensors() -> list[torch.Tensor]:
         batch = setup.collate(data.read_rows(data.rows_at(0, 8)), device, setup.joined)
-        leaves = tree_leaves(getattr(batch, "__dict__", batch))
-        return [leaf.nan_to_num() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = [leaf for leaf in tree_leaves((batch, getattr(batch, "__dict__", None))) if torch.is_tensor(leaf)]
+        found = [leaf for leaf in found if leaf.layout == torch.strided and not leaf.is_nested]
+        return [leaf.flatten().view(torch.uint8) for leaf in found]  # In bytes, nan is equal to nan.
 
     differ = not all(map(torch.equal, tensors(), tensors()))
     told = setup.parallel.sum_over_ranks({"differ": torch.tensor(float(differ), device=device)})
     return told["differ"].item() > 0
 
 
-def check_together(setup: Setup) -> bool:
-    """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them, also in
-    training, as by a batch norm."""
-    draws = check_two_rows(setup, training=False)
-    buffers = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}  # A batch norm counts the passes.
-    draws |= check_two_rows(setup, training=True)
-    for name, before in buffers.items():
-        setup.model.get_buffer(name).copy_(before)
+def has_chance(setup: Setup) -> bool:
+    """Whether the losses of rows draw random numbers. Raises UserError if they depend on other rows, beside them or on
+    other ranks, also in training, as by a batch norm."""
+    draws = has_dropout(setup.model)
+    has_others = max(stage.plan.micro_batch_size for stage in setup.stages) > 1
+    for training in False, True:
+        buffers = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}
+        if has_others:
+            draws |= check_two_rows(setup, training)
+        if setup.parallel.layout.data_parallel_size > 1:
+            check_across_ranks(setup, training)
+        for name, before in buffers.items():  # A batch norm counts the passes.
+            setup.model.get_buffer(name).copy_(before)
     return draws
 
 
@@ -311,15 +312,13 @@ def check_two_rows(setup: Setup, training: bool) -> bool:
     return False
 
 
-def check_across_ranks(setup: Setup) -> None:
+def check_across_ranks(setup: Setup, training: bool) -> None:
     """Raises UserError if the loss of a row depends on those of other ranks, as where a loss gathers them."""
     data, layout = setup.train_data, setup.parallel.layout
     rows, ranks = data.rows_at(0, 2), layout.data_parallel_size
-    if ranks == 1:
-        return
 
     def loss(number: int) -> float:
-        sums = sums_in(setup, [data.read_rows(rows[[number]])])
+        sums = sums_in(setup, [data.read_rows(rows[[number]])], training)
         return sums.get(MINIMIZED, sums["loss"])
 
     first, again, second, mixed = map(loss, (0, 0, 1, layout.data_parallel_rank % 2))

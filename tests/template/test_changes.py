@@ -33,7 +33,7 @@ from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
 from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
-from samerun.run.setup import check_together
+from samerun.run.setup import has_chance
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -352,6 +352,10 @@ def logs_values(wrapped, batch, loss, metrics):
     return loss, metrics | {"found": 1.5, "numpy": np.float64(1.5)}
 
 
+def draws(wrapped, batch, loss, metrics):
+    return loss * (1 + torch.rand(()) / 100), metrics
+
+
 DEPENDS = "token_loss, compute_loss or the model: the loss of two rows is (.*) in one micro-batch, (.*) in two; return"
 FAULTS = {
     minimizes_a_mean: DEPENDS,
@@ -363,7 +367,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, draws])
 def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, fault):
     config, *_ = task
     collate, loss_function = train.collate, train.loss_function
@@ -377,7 +381,11 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
 
     monkeypatch.setattr(train, "collate", lambda *given: OwnBatch(**vars(collate(*given))))
     monkeypatch.setattr(train, "loss_function", with_fault)
-    assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+    if fault is draws:
+        settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
+        assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+    else:
+        assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
 GATHERS = """
@@ -406,17 +414,19 @@ def loss_function(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("gathers", ["True", "wrapped.training", "False"])
 def test_a_loss_that_gathers_from_other_ranks_is_refused(task, tmp_path, gathers):
     """Also where each rank has a row at a time, which has none beside it to be tried with."""
     config, *_ = task
     script = fork(tmp_path, GATHERS.format(gathers=gathers))
     settings = "--batch.max_micro_batch_size", 1, "--run.max_steps", 2, "--optim.warmup_steps", 0
-    done = launch(tmp_path, config, *settings, processes=2, script=script, warm=True, expect=2 if gathers else 0)
+    done = launch(
+        tmp_path, config, *settings, processes=2, script=script, warm=True, expect=0 if gathers == "False" else 2
+    )
     told = re.findall(
         "^error: .*: where ranks have other rows, their loss is (.*) per rank, and (.*) by ", done.output, re.M
     )
-    assert len(told) == gathers
+    assert len(told) == (gathers != "False")
 
 
 def test_buffers_are_as_before_the_tries(monkeypatch):
@@ -432,7 +442,9 @@ def test_buffers_are_as_before_the_tries(monkeypatch):
         return False
 
     monkeypatch.setattr("samerun.run.setup.check_two_rows", check_two_rows)
-    check_together(SimpleNamespace(model=model, is_random=False))
+    parallel = SimpleNamespace(layout=SimpleNamespace(data_parallel_size=1))
+    stage = SimpleNamespace(plan=SimpleNamespace(micro_batch_size=2))
+    has_chance(SimpleNamespace(model=model, stages=[stage], parallel=parallel))
     first, second = seen
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, first[name]) and not torch.equal(buffer, second[name])
@@ -529,14 +541,18 @@ def test_rows_that_are_drawn_anew_are_told(task, tmp_path, monkeypatch, micro_ba
     collate = train.collate
 
     def masked(rows, *more):
-        batch = collate(rows, *more)
-        batch.input_ids[torch.rand(batch.input_ids.shape) < 0.5] = 3
+        """By a coin for each row, and beside something that torch cannot compare."""
+        rows = [row.copy() for row in rows]
+        for row in rows:
+            row[0, 0] = 3 if torch.rand(()) < 0.5 else row[0, 0]
+        batch = OwnBatch(**vars(collate(rows, *more)))
+        object.__setattr__(batch, "sparse", torch.eye(2).to_sparse())
         return batch
 
     monkeypatch.setattr(train, "collate", masked)
     settings = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--batch.max_micro_batch_size", micro_batch
     output = run(tmp_path, config, *settings).output
-    assert "\nThe same rows differ each time they are read, so a run that continues is another one." in output
+    assert "\nThe same rows differ each time they are read: the run is another one after a stop, or on other" in output
     assert "this run is the same only" not in output
 
 
