@@ -9,3 +9,4 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.template)
+    items.sort(key=lambda item: "passes_its_suite" not in item.name)  # The longest first, so that nobody waits for it.
