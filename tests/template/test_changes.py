@@ -367,9 +367,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, draws])
-def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, fault):
-    config, *_ = task
+def change_own_loss(monkeypatch, fault) -> None:
+    """Let the loss of a fork's own rows have this fault."""
     collate, loss_function = train.collate, train.loss_function
 
     def with_fault(config):
@@ -381,11 +380,20 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
 
     monkeypatch.setattr(train, "collate", lambda *given: OwnBatch(**vars(collate(*given))))
     monkeypatch.setattr(train, "loss_function", with_fault)
-    if fault is draws:
-        settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
-        assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
-    else:
-        assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, fault):
+    config, *_ = task
+    change_own_loss(monkeypatch, fault)
+    assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
+
+
+def test_chance_in_a_loss_of_ones_own_is_told(task, tmp_path, monkeypatch):
+    config, *_ = task
+    change_own_loss(monkeypatch, draws)
+    settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
+    assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
 
 
 GATHERS = """
