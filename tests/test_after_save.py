@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from helpers import Done, difference, launch, run, tiny_config
+from helpers import difference, launch, run, tiny_config
 
 from samerun.run.after_save import AfterSave
 from samerun.run.checkpoint import note_in_checkpoint
@@ -63,11 +64,12 @@ def test_what_an_earlier_launch_has_not_done_is_made_up_for(tmp_path):
 
 def test_a_finished_run_that_is_stopped_meanwhile_stays_finished(tmp_path):
     room = tmp_path / "room"
-    config = config_of(tmp_path, f"test -d {room} && kill -TERM $PPID && sleep 3")
+    config = config_of(tmp_path, f"test -d {room} && kill -TERM $PPID && sleep 20")
     run(tmp_path, config)
     room.mkdir()
     done = run(tmp_path, config)
-    assert done.output.endswith("Waiting for run.after_save.\n")
+    assert "Finished already" in done.output
+    assert not (tmp_path / "run" / "after_save.json").exists()  # The launch has not waited for the end of the command.
     assert done.status == {"status": "finished", "step": 10}
 
 
@@ -140,24 +142,27 @@ def test_what_is_copied_has_only_whole_files(tmp_path, monkeypatch):
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000001"]
 
 
-@pytest.fixture
-def slow(tmp_path) -> AfterSave:
-    """A command that says when it begins and ends, and takes some time."""
-    log = tmp_path / "log"
+def waits_for(file: str, log: Path) -> str:
+    """A command that says when it begins and ends, which is when a file is there: 20 s at the latest."""
     name = '$(basename "$CHECKPOINT")'
-    return AfterSave(f"echo begin {name} >> {log}; sleep 0.3; echo end {name} >> {log}")
+    wait = f'for each in $(seq 400); do test -e "{file}" && break; sleep 0.05; done'
+    return f"echo begin {name} >> {log}; {wait}; sleep 0.2; echo end {name} >> {log}"
 
 
-def test_one_at_a_time_and_then_the_newest(tmp_path, slow):
-    began = time.monotonic()
+def test_one_at_a_time_and_then_the_newest(tmp_path, capfd):
+    log, file = tmp_path / "log", tmp_path / "go"
+    one = AfterSave(waits_for(str(file), log))
     for step in range(1, 5):
-        slow.begin(checkpoint_of(tmp_path, f"step-{step}"))
-        time.sleep(0.02)
-    assert time.monotonic() - began < 0.25  # Nobody waits.
-    assert slow.worker.daemon  # Nor does a run that fails.
-    slow.finish()
-    lines = (tmp_path / "log").read_text().split("\n")[:-1]
-    assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and slow.failures == 0
+        one.begin(checkpoint_of(tmp_path, f"step-{step}"))
+        while one.worker and not log.exists():  # Until the first one has begun.
+            time.sleep(0.01)
+    assert log.read_text() == "begin step-1\n"  # Nobody waits.
+    assert one.worker.daemon  # Nor does a run that fails.
+    threading.Timer(0.2, file.touch).start()
+    one.finish()
+    assert "Waiting for run.after_save." in capfd.readouterr().out
+    lines = log.read_text().splitlines()
+    assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and one.failures == 0
 
 
 def test_its_environment(tmp_path, monkeypatch):
@@ -194,7 +199,9 @@ def test_only_the_main_process_runs_it(tmp_path, monkeypatch):
 
 def test_the_run_does_not_wait_while_it_trains(tmp_path):
     """Only at its end, for the last checkpoint."""
-    command = f"sleep 1; date +%s.%N >> {tmp_path / 'ends'}"
-    done: Done = run(tmp_path, config_of(tmp_path, command, save_every=2))
-    assert "Waiting for run.after_save." in done.output
-    assert len((tmp_path / "ends").read_text().split()) < 5
+    log = tmp_path / "log"
+    command = waits_for("$RUN_FOLDER/checkpoints/step-00000010/manifest.json", log)
+    run(tmp_path, config_of(tmp_path, command, save_every=2))
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["begin step-00000002", "end step-00000002"] and lines[-1] == "end step-00000010"
+    assert not {"begin step-00000004", "begin step-00000006", "begin step-00000008"} & {*lines}
