@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from datetime import timedelta
 import accelerate
 import datasets
 import huggingface_hub
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -269,6 +271,9 @@ def go_offline_without_network(config: Config) -> None:
 
 
 def reseed(seed: int) -> None:
+    """Every generator that a model of transformers may draw from: those of speech mask with numpy's."""
+    random.seed(seed)
+    np.random.seed(seed)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # Faster, because it does not look for devices.

@@ -6,6 +6,7 @@ A fork here is a script that imports train.py and replaces one of its functions;
 import functools
 import json
 import math
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,6 +395,20 @@ def test_chance_in_a_loss_of_ones_own_is_told(task, tmp_path, monkeypatch):
     change_own_loss(monkeypatch, draws)
     settings = "--run.max_steps", 2, "--optim.warmup_steps", 0
     assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+
+
+def draws_elsewhere(wrapped, batch, loss, metrics):  # As transformers' models of speech, which mask in training.
+    factor = 1 + (np.random.rand() + random.random()) / 100 if wrapped.training else 1
+    return loss * factor, {"loss": metrics["loss"] * factor}
+
+
+def test_chance_that_is_not_of_torch_is_the_same_in_each_run(task, tmp_path, monkeypatch):
+    config, *_ = task
+    change_own_loss(monkeypatch, draws_elsewhere)
+    settings = "--run.max_steps", 3, "--optim.warmup_steps", 0
+    one, other = (run(tmp_path, config, *settings, "--run.output_dir", tmp_path / name) for name in ("one", "other"))
+    assert "\nDropout is on, or other chance: this run is the same only" in one.output
+    assert one.logged("train/loss") == other.logged("train/loss")
 
 
 GATHERS = """
