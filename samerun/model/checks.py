@@ -1,6 +1,7 @@
 """What a small model is tried for: what a token sees, sliding windows included, and what its loss depends on."""
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -82,11 +83,20 @@ def draws_random_numbers(model: torch.nn.Module) -> bool:
     numbers and do nothing with them, such as those that leave out no layers by a chance of 0.
     """
     with torch.random.fork_rng(devices=[]), attention(model, way_to_try(model)):
-        before = torch.get_rng_state()
+        before = states_of_chance(model.device)
         first = sums_inside(model)
-        if torch.equal(before, torch.get_rng_state()):
+        if states_of_chance(model.device) == before:
             return False
         return any(sums_inside(model) != first for _ in range(7))
+
+
+def states_of_chance(device: torch.device) -> list:
+    """Those of the generators that reseed() seeds. A pass that draws random numbers changes one of them."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    _, numbers, *place = np.random.get_state()
+    return [random.getstate(), numbers.tolist(), place, *(state.tolist() for state in states)]
 
 
 def sums_inside(model: torch.nn.Module) -> list[float]:

@@ -19,7 +19,7 @@ from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.dotted import eval_setting
 from samerun.errors import as_user_error, require, say
-from samerun.model.checks import is_same_loss, probe_row
+from samerun.model.checks import is_same_loss, probe_row, states_of_chance
 from samerun.model.loss import joins_documents, patched
 from samerun.model.token_bytes import TokenBytes
 from samerun.optim import BEYOND_FP16
@@ -261,7 +261,7 @@ def has_chance(setup: Setup) -> bool:
         if has_others:
             draws |= check_two_rows(setup, training)
         if setup.parallel.layout.data_parallel_size > 1:
-            check_across_ranks(setup, training)
+            draws |= check_across_ranks(setup, training)
         for name, before in buffers.items():  # A batch norm counts the passes.
             setup.model.get_buffer(name).copy_(before)
     return draws
@@ -288,6 +288,23 @@ def check_no_rows(setup: Setup) -> None:
     require(not odd, f"data: a rank without rows would add {', '.join(odd)}; {advice}")
 
 
+def sums_and_chance(setup: Setup, sums: Callable[[], dict[str, float]]) -> tuple[dict[str, float], bool]:
+    """What a pass gives, and whether others give something else.
+
+    A model may leave out layers or mask rows only now and then. So passes that draw numbers are tried eight times.
+    """
+    device = setup.accelerator.device
+    before, first = states_of_chance(device), sums()
+    draws = torch.tensor(float(states_of_chance(device) != before), device=device)
+    draws = setup.parallel.sum_over_ranks({"draws": draws})["draws"].item()
+
+    def differs() -> bool:
+        again = sums()
+        return any(again[name] != value for name, value in first.items() if math.isfinite(value))
+
+    return first, any(differs() for _ in range(7 if draws else 1))
+
+
 def check_two_rows(setup: Setup, training: bool) -> bool:
     """Whether the losses of rows draw random numbers. Raises UserError if they depend on the rows beside them."""
     data = setup.train_data
@@ -296,12 +313,12 @@ def check_two_rows(setup: Setup, training: bool) -> bool:
         rows = data.read_rows(data.rows_at(0, 2))
         return sums_in(setup, [rows] if are_together else [[row] for row in rows], training)
 
-    both, again = sums(True), sums(True)
+    both, draws = sums_and_chance(setup, lambda: sums(True))
+    if draws:
+        return True
     with as_user_error("token_loss, compute_loss or the model: a row does not work without others beside it"):
         alone = sums(False)
     names = [name for name in both if math.isfinite(both[name]) and math.isfinite(alone[name])]  # The first step tells.
-    if any(both[name] != again[name] for name in names):
-        return True
     for name in names:
         together, apart = both[name], alone[name]
         what = "loss" if name in ("loss", MINIMIZED) else f"metric {name}"
@@ -312,23 +329,28 @@ def check_two_rows(setup: Setup, training: bool) -> bool:
     return False
 
 
-def check_across_ranks(setup: Setup, training: bool) -> None:
-    """Raises UserError if the loss of a row depends on those of other ranks, as where a loss gathers them."""
+def check_across_ranks(setup: Setup, training: bool) -> bool:
+    """Whether the loss of a row draws random numbers. Raises UserError if it depends on rows of other ranks, as where a
+    loss gathers them."""
     data, layout = setup.train_data, setup.parallel.layout
     rows, ranks = data.rows_at(0, 2), layout.data_parallel_size
 
-    def loss(number: int) -> float:
-        sums = sums_in(setup, [data.read_rows(rows[[number]])], training)
-        return sums.get(MINIMIZED, sums["loss"])
+    def sums(number: int) -> dict[str, float]:
+        found = sums_in(setup, [data.read_rows(rows[[number]])], training)
+        return {"loss": found.get(MINIMIZED, found["loss"])}
 
-    first, again, second, mixed = map(loss, (0, 0, 1, layout.data_parallel_rank % 2))
+    first, draws = sums_and_chance(setup, lambda: sums(0))
+    if draws:
+        return True
+    first, second, mixed = (found["loss"] for found in (first, sums(1), sums(layout.data_parallel_rank % 2)))
     expected = (first * math.ceil(ranks / 2) + second * (ranks // 2)) / ranks
-    if first != again or not math.isfinite(expected):  # Random numbers, which differ in each pass. Or the step tells.
-        return
+    if not math.isfinite(expected):  # The first step tells.
+        return False
     found = f"where ranks have other rows, their loss is {mixed:.6g} per rank, and {expected:.6g} by that of each row"
     advice = "let a row be all that is compared, such as a group of pairs, and gather nothing from other ranks"
     same = is_same_sum(setup, mixed, expected, is_loss=True)
     require(same, f"token_loss, compute_loss or the model: {found}; {advice}")
+    return False
 
 
 def is_same_sum(setup: Setup, one: float, other: float, is_loss: bool) -> bool:

@@ -411,6 +411,22 @@ def test_chance_that_is_not_of_torch_is_the_same_in_each_run(task, tmp_path, mon
     assert one.logged("train/loss") == other.logged("train/loss")
 
 
+@pytest.mark.parametrize("generator", [torch.rand, np.random.rand])
+def test_chance_that_two_passes_may_not_show_is_told(task, tmp_path, monkeypatch, generator):
+    """As of a layer that is left out now and then. By such chance, two rows differ in one micro-batch and in two."""
+    config, *_ = task
+    numbers = []
+
+    def draws_seldom(wrapped, batch, loss, metrics):
+        if wrapped.training:
+            numbers.append(generator(1))
+        return loss * (1 + (len(numbers) % 6 == 4)), metrics  # In the fourth pass in training, and not in the second.
+
+    change_own_loss(monkeypatch, draws_seldom)
+    settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
+    assert "\nDropout is on, or other chance: this run is the same only" in run(tmp_path, config, *settings).output
+
+
 GATHERS = """
 class OwnBatch(train.MicroBatch):
     pass
