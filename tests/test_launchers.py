@@ -314,6 +314,17 @@ def test_fsdp1_is_refused(config, tmp_path):
     assert re.findall("^error: .*", output, re.M) == [message]
 
 
+@pytest.mark.parametrize("launcher", ["multi_gpu", "fsdp2"])
+def test_layers_that_are_left_out_by_chance_are_refused(tmp_path, launcher):
+    """Ranks that leave out other layers would wait for each other forever."""
+    config = tiny_config(tmp_path)
+    shape = {"vocab_size": 384, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 2}
+    shape |= {"model_type": "opt", "num_hidden_layers": 2, "max_position_embeddings": 64, "dropout": 0.0}
+    config["model"] = {"architecture": shape | {"layerdrop": 0.5}}
+    output = launch(tmp_path, config, launcher, expect=2, warm=True).output
+    assert "error: model: layerdrop 0.5: ranks would leave out other layers" in output
+
+
 @pytest.mark.slow
 def test_weights_that_no_text_uses(tmp_path):
     """DDP waits for their gradients. FSDP2 gives the run of one process, which leaves them as they are."""

@@ -128,6 +128,7 @@ def begin_mixture(setup: Setup) -> None:
 def check_setup(setup: Setup) -> None:
     check_sizes(setup)
     check_adapted(setup)
+    check_same_layers(setup)
     say_if_unheeded(setup)
     check_evaluations(setup)
     check_documents(setup)
@@ -150,6 +151,18 @@ def check_adapted(setup: Setup) -> None:
     has_codes = any(getattr(module, "is_quantized", False) for module in setup.model.modules())
     advice = "the model has no weights in 4 bits; load it with a quantization_config"
     require(has_codes or not setup.config.model.load_in_4bit, f"model.load_in_4bit: {advice}")
+
+
+def check_same_layers(setup: Setup) -> None:
+    """Raises UserError if ranks would leave out layers by chance, each rank other ones. DDP and FSDP2 would wait
+    forever for the gradients or weights of those that only some compute."""
+    if setup.wrapped is setup.model and setup.parallel.layout.processes == 1:
+        return
+    configs = [module.config for module in setup.model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    chances = {name: value for config in configs for name, value in vars(config).items() if "layerdrop" in name}
+    left_out = " and ".join(f"{name} {value}" for name, value in chances.items() if value)
+    advice = "ranks would leave out other layers, and wait for each other forever; set it to 0 in the model's config"
+    require(not left_out, f"model: {left_out}: {advice}")
 
 
 def say_if_unheeded(setup: Setup) -> None:
