@@ -1,5 +1,6 @@
 """What a launch has built before its first step, and whether it fits together."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -330,7 +331,9 @@ def check_two_rows(setup: Setup, training: bool) -> bool:
     if draws:
         return True
     with as_user_error("token_loss, compute_loss or the model: a row does not work without others beside it"):
-        alone = sums(False)
+        alone, draws = sums_and_chance(setup, lambda: sums(False))
+    if draws:
+        return True
     names = [name for name in both if math.isfinite(both[name]) and math.isfinite(alone[name])]  # The first step tells.
     for name in names:
         together, apart = both[name], alone[name]
@@ -352,10 +355,12 @@ def check_across_ranks(setup: Setup, training: bool) -> bool:
         found = sums_in(setup, [data.read_rows(rows[[number]])], training)
         return {"loss": found.get(MINIMIZED, found["loss"])}
 
-    first, draws = sums_and_chance(setup, lambda: sums(0))
-    if draws:
+    tried = [
+        sums_and_chance(setup, functools.partial(sums, number)) for number in (0, 1, layout.data_parallel_rank % 2)
+    ]
+    if any(draws for _, draws in tried):
         return True
-    first, second, mixed = (found["loss"] for found in (first, sums(1), sums(layout.data_parallel_rank % 2)))
+    first, second, mixed = (found["loss"] for found, _ in tried)
     expected = (first * math.ceil(ranks / 2) + second * (ranks // 2)) / ranks
     if not math.isfinite(expected):  # The first step tells.
         return False
