@@ -5,13 +5,13 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from helpers import difference, launch, run, tiny_config
 
+from samerun.run import after_save as room
 from samerun.run.after_save import AfterSave
 from samerun.run.checkpoint import note_in_checkpoint
 
@@ -149,20 +149,31 @@ def waits_for(file: str, log: Path) -> str:
     return f"echo begin {name} >> {log}; {wait}; sleep 0.2; echo end {name} >> {log}"
 
 
-def test_one_at_a_time_and_then_the_newest(tmp_path, capfd):
-    log, file = tmp_path / "log", tmp_path / "go"
+def test_one_at_a_time_and_then_the_newest(tmp_path, monkeypatch):
+    log, file, said = tmp_path / "log", tmp_path / "go", []
+    monkeypatch.setattr(room, "say", lambda text: said.append(text) or file.touch())
     one = AfterSave(waits_for(str(file), log))
     for step in range(1, 5):
         one.begin(checkpoint_of(tmp_path, f"step-{step}"))
-        while one.worker and not log.exists():  # Until the first one has begun.
+        while one.worker and not (log.exists() and log.read_text()):  # Until the first one has begun.
             time.sleep(0.01)
     assert log.read_text() == "begin step-1\n"  # Nobody waits.
     assert one.worker.daemon  # Nor does a run that fails.
-    threading.Timer(0.2, file.touch).start()
     one.finish()
-    assert "Waiting for run.after_save." in capfd.readouterr().out
+    assert said == ["Waiting for run.after_save."]
     lines = log.read_text().splitlines()
     assert lines == ["begin step-1", "end step-1", "begin step-4", "end step-4"] and one.failures == 0
+
+
+def test_the_first_one_has_its_turn(tmp_path, monkeypatch):
+    """However late its thread begins, and however soon the next one comes."""
+    work = AfterSave.work
+    monkeypatch.setattr(AfterSave, "work", lambda *args: time.sleep(0.2) or work(*args))
+    one = AfterSave(f'basename "$CHECKPOINT" >> {tmp_path / "log"}')
+    for step in 1, 2, 3:
+        one.begin(checkpoint_of(tmp_path, f"step-{step}"))
+    one.finish()
+    assert (tmp_path / "log").read_text() == "step-1\nstep-3\n"
 
 
 def test_its_environment(tmp_path, monkeypatch):
@@ -200,7 +211,7 @@ def test_only_the_main_process_runs_it(tmp_path, monkeypatch):
 def test_the_run_does_not_wait_while_it_trains(tmp_path):
     """Only at its end, for the last checkpoint."""
     log = tmp_path / "log"
-    command = waits_for("$RUN_FOLDER/checkpoints/step-00000010/manifest.json", log)
+    command = waits_for("$RUN_FOLDER/model", log)  # By then, the last checkpoint is what waits.
     run(tmp_path, config_of(tmp_path, command, save_every=2))
     lines = log.read_text().splitlines()
     assert lines[:2] == ["begin step-00000002", "end step-00000002"] and lines[-1] == "end step-00000010"

@@ -53,23 +53,24 @@ class Background:
         if not self.is_wanted:
             return
         with self.lock:
-            self.waiting = checkpoint
-            if self.worker is None:
-                self.worker = threading.Thread(target=self.work, daemon=True)  # A run that fails does not wait.
-                self.worker.start()
+            if self.worker:
+                self.waiting = checkpoint
+                return
+            # It has its checkpoint from the start: before it comes to ask for one, a newer one may wait.
+            self.worker = threading.Thread(target=self.work, args=[checkpoint], daemon=True)  # A failed run ends it.
+            self.worker.start()
 
-    def work(self) -> None:
-        while True:
-            with self.lock:
-                checkpoint, self.waiting = self.waiting, None
-                if checkpoint is None:
-                    self.worker = None
-                    return
+    def work(self, checkpoint: Path | None) -> None:
+        while checkpoint:
             try:
                 self.run(checkpoint)
             except Exception as error:
                 self.failures += 1
                 say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
+            with self.lock:
+                checkpoint, self.waiting = self.waiting, None
+                if checkpoint is None:
+                    self.worker = None
 
     def run(self, checkpoint: Path) -> None:
         """Do it for a checkpoint. What goes wrong is raised."""
