@@ -11,6 +11,7 @@ which end() leaves out.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 LIBRARIES = (
@@ -209,9 +211,10 @@ def supervise(connection: socket.socket):
             return environment, request["script"]
         ranks[rank] = number
     _store = agent_store(environment)  # It lives as long as the ranks do.
+    wait = answers_signals(ranks)  # Before a test knows whom to signal.
     answers.write(f"{rank if request['launcher'] is None else os.getpid()}\n")
     answers.flush()
-    code = wait_for(ranks)
+    code = wait()
     answers.write(f"{code}\n")
     answers.flush()
     os._exit(0)
@@ -264,13 +267,15 @@ def environments(request: dict) -> list[dict[str, str]]:
     return [common | dict.fromkeys(names, str(rank)) for rank in range(args.num_processes)]
 
 
-def wait_for(ranks: dict[int, int]) -> int:
-    """The exit status of the launch: that of the first rank that fails, which ends the others."""
+def answers_signals(ranks: dict[int, int]) -> Callable[[], int]:
+    """From now on, signals are passed on to the ranks. Returns what waits for them, and returns the exit status of the
+    launch: that of the first rank that fails, which ends the others."""
     failed = 0
 
     def end(number: int, *_) -> None:
         for rank in ranks:
-            os.kill(rank, number)
+            with contextlib.suppress(ProcessLookupError):  # One that has just ended, and is still among them.
+                os.kill(rank, number)
 
     def stop(*_) -> None:
         nonlocal failed
@@ -280,14 +285,19 @@ def wait_for(ranks: dict[int, int]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
-    while ranks:
-        pid, status = os.wait()
-        number, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            print(f"rank {number} ended with exit status {code}", file=sys.stderr, flush=True)
-            failed = code
-            stop()
-    return failed
+
+    def wait() -> int:
+        nonlocal failed
+        while ranks:
+            pid, status = os.wait()
+            number, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+            if code and not failed:
+                print(f"rank {number} ended with exit status {code}", file=sys.stderr, flush=True)
+                failed = code
+                stop()
+        return failed
+
+    return wait
 
 
 def end() -> None:
