@@ -185,6 +185,27 @@ def kill_tree(process: subprocess.Popen | warm_process.Launch) -> None:
                 one.kill()
 
 
+HELD = """
+import sys, time
+sys.path.insert(0, {root!r})
+import train
+def train_step(setup, batch, *more, train_step=train.train_step):
+    while batch.step > {step} and not train.StopSignal.requested:
+        time.sleep(0.01)
+    return train_step(setup, batch, *more)
+train.train_step = train_step
+sys.exit(train.main())
+"""
+
+
+def held_after(folder: Path, step: int) -> Path:
+    """A train.py that waits after this step for a signal: on a busy machine, a test that is to stop it or kill it in
+    the middle may come late. After a signal it makes one more step at most."""
+    path = folder / f"held-{step}.py"
+    path.write_text(HELD.format(root=str(ROOT), step=step))
+    return path
+
+
 def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeout: float = 240, **options) -> Done:
     """Run the real command, see start(), to its end. Fails with the output if the exit status is not `expect`."""
     process = start(folder, config, *overrides, **options)

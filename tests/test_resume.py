@@ -24,6 +24,7 @@ from filelock import FileLock
 from helpers import (
     Done,
     difference,
+    held_after,
     kill_tree,
     launch,
     make_rows,
@@ -79,7 +80,7 @@ def assert_same(done: Done, other: Done) -> None:
 
 def wait_for_step(process, done: Done, launches: int, step: int = 0) -> None:
     """Return while launch number `launches` of a run goes on: when it has done a step of its own and reached `step`."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, IndexError, json.JSONDecodeError):  # Empty or half a line so far.
             began, last = done.launches, done.metrics[-1]["step"]
@@ -97,7 +98,7 @@ def test_stopped_in_every_way(whole, tmp_path):
     # Evaluating and sampling after each step gives the time to signal in the middle, and must not change the weights.
     slow = "--run.eval_every", 1, "--eval.max_new_tokens", 30, "--eval.prompts"
 
-    process = start(tmp_path, config, *slow, "[a, b]", processes=2, warm=True)
+    process = start(tmp_path, config, *slow, "[a, b]", processes=2, warm=True, script=held_after(tmp_path, 19))
     wait_for_step(process, done, 1, 13)
     kill_tree(process)
     process.wait()
@@ -105,7 +106,7 @@ def test_stopped_in_every_way(whole, tmp_path):
     saved = [name for name in done.checkpoints if not name.startswith(".")][-1]
     assert 13 <= len(done.losses) < 20 and saved in ("step-00000010", "step-00000015")
 
-    process = start(tmp_path, config, *slow, "[a, b]", processes=3, warm=True)
+    process = start(tmp_path, config, *slow, "[a, b]", processes=3, warm=True, script=held_after(tmp_path, 23))
     wait_for_step(process, done, 2, 15)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -116,11 +117,12 @@ def test_stopped_in_every_way(whole, tmp_path):
 
     # The launcher of a single process dies without passing the signal on. The next run, started at once, has to wait
     # until the orphan has noticed, saved and let go of the folder.
-    orphaned = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=1)
+    orphaned = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=1, script=held_after(tmp_path, 25))
     wait_for_step(orphaned, done, 3)
     orphaned.send_signal(signal.SIGTERM)
     orphaned.wait(timeout=10)
-    process = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=None, warm=True)
+    held = held_after(tmp_path, 28)
+    process = start(tmp_path, config, *slow, "[a, b, c, d, e]", processes=None, warm=True, script=held)
     wait_for_step(process, done, 4)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
