@@ -150,6 +150,17 @@ def test_a_process_holds_no_token_file_open(tmp_path, cache, monkeypatch):
     assert data.read(299)[0].tolist() == tokens_of("299 is the number of this text")
 
 
+WAITS = """
+import time
+from pathlib import Path
+def tokenize_part(*args, tokenize_part=tokenize.tokenize_part):
+    while args[-1] > 7 and Path.cwd() == Path(__file__).parent:  # The launch that is to be killed, and maybe late.
+        time.sleep(1)
+    return tokenize_part(*args)
+tokenize.tokenize_part = tokenize_part
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_launch_is_continued(tmp_path):
     """The parts that were complete stay as they are. The rest is made, and nothing else is left behind."""
@@ -158,7 +169,7 @@ def test_a_killed_launch_is_continued(tmp_path):
     script = tmp_path / "fork.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom samerun.data import tokenize\n"
-        "tokenize.PART, tokenize.LINE_SECONDS = 2**18, 0\nsys.exit(train.main())\n"
+        "tokenize.PART, tokenize.LINE_SECONDS = 2**18, 0\n" + WAITS + "sys.exit(train.main())\n"
     )
     config = {
         "run": {"max_steps": 1},
@@ -167,7 +178,7 @@ def test_a_killed_launch_is_continued(tmp_path):
     }
     config["data"] = {"files": str(tmp_path / "rows.jsonl"), "sequence_length": 512}
     options = {"processes": None, "script": script, "env": {"HF_DATASETS_CACHE": str(tmp_path / "cache")}}
-    process = start(tmp_path, config, "--prepare", **options)
+    process = start(tmp_path, config, "--prepare", **options, cwd=tmp_path)
     for line in process.stdout:
         if re.match("Tokenized [4-9],", line):  # A third of them, more or less.
             break
