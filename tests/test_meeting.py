@@ -145,8 +145,10 @@ def test_a_rank_that_fails_alone(whole, tmp_path):
     script = fork(
         tmp_path / "fork.py",
         "from samerun.errors import UserError\nload = train.load_data\ndef load_data(*args):\n"
-        "    if rank == 1:\n        raise UserError('data: not here')\n"
-        "    return load(*args)\ntrain.load_data = load_data",
+        f"    here = train.Path({str(tmp_path / 'loaded')!r})\n"
+        "    if rank == 0:\n        loaded = load(*args)\n        here.touch()\n        return loaded\n"
+        "    while not here.exists():\n        time.sleep(0.01)\n"  # The main process is there to be told.
+        "    raise UserError('data: not here')\ntrain.load_data = load_data",
     )
     codes, outputs = finish(*start_nodes(tmp_path, whole[0], script=script))
     assert codes == [2, 2], outputs
