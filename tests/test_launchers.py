@@ -3,6 +3,8 @@
 Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32, so that only rounding may differ.
 """
 
+import contextlib
+import json
 import re
 import subprocess
 import time
@@ -242,10 +244,12 @@ def test_two_machines(runs, config, tmp_path):
 
 def when_training(folder: Path, machines: list[subprocess.Popen]) -> Done:
     done = Done(0, "", folder / "run")
-    while not (done.folder / "metrics.jsonl").exists() or not done.losses:
+    while True:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # Not there yet, or half a line.
+            if done.losses:
+                return done
         assert all(machine.poll() is None for machine in machines)
         time.sleep(0.1)
-    return done
 
 
 @pytest.mark.slow
@@ -257,7 +261,7 @@ def test_a_machine_whose_launcher_is_stopped(config, tmp_path, stop):
     stop(machines[1])
     began = time.monotonic()
     output = finish(*machines, fails=True)
-    assert time.monotonic() - began < 60 and done.status["status"] == "stopped", output
+    assert time.monotonic() - began < 150 and done.status["status"] == "stopped", output
 
 
 @pytest.mark.slow
