@@ -13,7 +13,7 @@ def test_nothing_piles_up(tmp_path):
     moments) x 4 bytes = 80 KiB each 20 steps.
     """
     seen = haul(tmp_path, steps=2000, warmup=500, look_every=0.1, timeout=300)
-    assert len(seen.steps) >= 20 and seen.steps[0] <= 600 and seen.steps[-1] >= 1900
+    assert len(seen.steps) >= 20 and seen.steps[-1] - seen.steps[0] >= 1000  # This process may stand still for a while.
     assert seen.slope() < BYTES_PER_STEP / 2
     for counts in (seen.handles, seen.threads):
         first, later = seen.floors(counts)
