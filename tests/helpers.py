@@ -206,7 +206,7 @@ def held_after(folder: Path, step: int) -> Path:
     return path
 
 
-def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeout: float = 240, **options) -> Done:
+def launch(folder: Path, config: dict, *overrides, expect: int | None = 0, timeout: float = 600, **options) -> Done:
     """Run the real command, see start(), to its end. Fails with the output if the exit status is not `expect`."""
     process = start(folder, config, *overrides, **options)
     try:

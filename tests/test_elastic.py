@@ -115,7 +115,7 @@ class Nodes:
             return [line for line in self.done.metrics if "plan/num_processes" in line]
         return []
 
-    def wait(self, what: str, condition, timeout: float = 120):
+    def wait(self, what: str, condition, timeout: float = 300):
         """Return the first true answer, while no node has failed."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and not any(node.poll() for node in self.running.values()):

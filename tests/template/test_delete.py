@@ -158,7 +158,7 @@ def test_the_tests_that_are_left_use_no_name_that_is_gone(tmp_path, case):
     else:
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen([sys.executable, *script], cwd=tmp_path / "fork", **pipe)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output[-10_000:]
 
 

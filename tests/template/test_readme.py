@@ -255,7 +255,7 @@ def test_the_same_run_on_one_and_on_two_processes(tmp_path, texts):
     settings = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in settings.items())
     command = command.replace("; done", f"{settings}; done").replace("runs/same", f"{tmp_path}/same")
     command = command.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=900)
     losses = np.array(re.findall(r'^"train/loss": ([\d.]+)\t"train/loss": ([\d.]+)$', done.stdout, re.M), float)
     assert losses.shape == (12, 2), done.stdout + done.stderr
     np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-6)
