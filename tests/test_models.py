@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import VOCABULARY, loss_of_run, make_rows, resume_from, run, tiny_config, tiny_model, write_rows
+from helpers import (
+    VOCABULARY,
+    loss_of_run,
+    make_rows,
+    resume_from,
+    rows_by_use,
+    run,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
@@ -850,6 +860,32 @@ def test_tokens_without_a_tokenizer_say_no_end(tmp_path):
     for kind in transformers.AutoConfig, transformers.GenerationConfig:
         found = kind.from_pretrained(done.folder / "model")
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (None, None, 0)  # 0 is in the config.
+
+
+ROBERTA = {"model_type": "roberta", "is_decoder": True, "vocab_size": VOCABULARY, "hidden_size": 32}
+ROBERTA |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+ROBERTA |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize("tokenizer, pretrained", [("bytes", False), (None, False), ("bytes", True)])
+def test_a_model_whose_positions_depend_on_its_padding_is_exported_as_it_was_trained(tmp_path, tokenizer, pretrained):
+    """A RoBERTa counts from there on. Its family pads with token 1, the bytes tokenizer with 0."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 1
+    config["optim"]["warmup_steps"] = 0
+    config["data"]["tokenizer"] = tokenizer
+    config["model"] = {"architecture": ROBERTA}
+    if pretrained:
+        found = transformers.AutoConfig.for_model(**ROBERTA)
+        transformers.AutoModelForCausalLM.from_config(found).save_pretrained(tmp_path / "roberta")
+        config["model"] = {"pretrained": str(tmp_path / "roberta")}
+    done = run(tmp_path, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model").eval()
+    _, data = rows_by_use(Config.model_validate(config).data).values()
+    rows = [data.read(row) for row in range(len(data))]
+    with torch.no_grad():
+        loss = sum(losses(model, [row]).item() for row in rows) / sum((row[1] != -100).sum() for row in rows)
+    assert done.logged("eval/loss") == pytest.approx([loss], rel=1e-5)
 
 
 class HostReads(TorchDispatchMode):

@@ -186,7 +186,7 @@ def use_special_tokens(
     """Let the model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
 
     Otherwise a new one would have the usual ids of its family, and one with another tokenizer than its own those of
-    its former vocabulary.
+    its former vocabulary. The padding that a model was built with stays in its config: on that, positions may depend.
     """
     chosen = config.model.architecture or {}
     if config.model.pretrained:
@@ -196,5 +196,7 @@ def use_special_tokens(
             return
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in chosen:
-            for settings in (model.config, model.generation_config):
-                setattr(settings, name, getattr(tokenizer, name, None))
+            token = getattr(tokenizer, name, None)
+            setattr(model.generation_config, name, token)
+            if name != "pad_token_id" or model.config.pad_token_id is None:
+                setattr(model.config, name, token)
