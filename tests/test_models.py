@@ -888,6 +888,22 @@ def test_a_model_whose_positions_depend_on_its_padding_is_exported_as_it_was_tra
     assert done.logged("eval/loss") == pytest.approx([loss], rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["cwm", "modernbert-decoder"])
+@pytest.mark.parametrize("tokenizer", ["bytes", None])
+def test_a_family_whose_config_wants_numbers_for_special_tokens(tmp_path, family, tokenizer):
+    """The bytes tokenizer begins texts with no token. The family's own are beyond this vocabulary."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    config["data"]["tokenizer"] = tokenizer
+    shape = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "pad_token_id")}
+    config["model"] = {"architecture": {"model_type": family, **shape, "vocab_size": 384}}
+    if family == "cwm":
+        config["model"]["architecture"] |= {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+    done = run(tmp_path, config)
+    assert transformers.GenerationConfig.from_pretrained(done.folder / "model").bos_token_id is None
+    assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
+
+
 class HostReads(TorchDispatchMode):
     """Counts where Python asks for a tensor's value: on a GPU each would wait for all work queued so far."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.modeling_rope_utils import RopeParameters
 
 from samerun.config import Config
@@ -61,7 +62,10 @@ def new_model_config(
     padding, size = (getattr(text, name, None) for name in ("pad_token_id", "vocab_size"))
     given = architecture | (architecture.get("text_config") or {})
     if "pad_token_id" not in given and None not in (padding, size) and padding >= size:
-        text.pad_token_id = None  # It was that of the family's own tokenizer.
+        try:
+            text.pad_token_id = None  # It was that of the family's own tokenizer.
+        except StrictDataclassFieldValidationError:  # Its config wants a number.
+            text.pad_token_id = 0
     return found
 
 

@@ -2,12 +2,14 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -199,4 +201,5 @@ def use_special_tokens(
             token = getattr(tokenizer, name, None)
             setattr(model.generation_config, name, token)
             if name != "pad_token_id" or model.config.pad_token_id is None:
-                setattr(model.config, name, token)
+                with suppress(StrictDataclassFieldValidationError):  # The configs of some families want a number.
+                    setattr(model.config, name, token)
