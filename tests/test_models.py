@@ -904,6 +904,23 @@ def test_a_family_whose_config_wants_numbers_for_special_tokens(tmp_path, family
     assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
 
 
+@pytest.mark.parametrize("excluded", [None, ".*shared_experts.*"])
+def test_adapters_that_peft_would_not_load_are_refused(tmp_path, excluded):
+    """Of a Laguna, it takes `shared_experts` for `shared_expert.`, in which a dot is any letter."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    shape = SHAPE | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shape |= {"shared_expert_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"], "vocab_size": 384}
+    shape |= {"layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": [4, 4]}
+    found = transformers.AutoConfig.for_model("laguna", **shape)
+    transformers.AutoModelForCausalLM.from_config(found).save_pretrained(tmp_path / "laguna")
+    lora = {"r": 2, "target_modules": "all-linear", "exclude_modules": excluded}
+    config["model"] = {"pretrained": str(tmp_path / "laguna"), "lora": lora}
+    done = run(tmp_path, config, expect=0 if excluded else 2)
+    told = "model.lora: of a saved laguna, peft would not load the adapters of"
+    assert done.output.count("error: ") == (told in done.output) == (not excluded)
+
+
 class HostReads(TorchDispatchMode):
     """Counts where Python asks for a tensor's value: on a GPU each would wait for all work queued so far."""
 

@@ -57,6 +57,20 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
     require(not unknown, f"layers_to_transform: no layer has the number {unknown}; the first one is 0")
 
 
+def check_is_read_again(model: torch.nn.Module) -> None:
+    """Raises UserError if peft would not find all that is trained in what it saves: it only warns, and those adapters
+    would be new ones. It renames them as transformers renames the weights of the family's published files."""
+    import peft
+
+    saved = peft.get_peft_model_state_dict(model)
+    found = peft.set_peft_model_state_dict(model, {name: weight.clone() for name, weight in saved.items()})
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    lost = sorted({re.sub(r"\.lora_.*", "", name) for name in trained.intersection(found.missing_keys)})
+    advice = "it renames them; name them in exclude_modules"
+    kind = model.config.model_type
+    require(not lost, f"model.lora: of a saved {kind}, peft would not load the adapters of {', '.join(lost)}; {advice}")
+
+
 def check_for_codes(model: torch.nn.Module, found: Any) -> None:
     """Raises UserError if peft would train the codes of quantized weights, or take them for the weights."""
     if not getattr(model, "is_quantized", False):
