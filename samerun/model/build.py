@@ -30,21 +30,21 @@ from samerun.model.weights import FirstWeights, put_placeholders
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
     """The model of a run, with placeholders for the weights until fill_weights()."""
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
-    pads_as(tokenizer, config.model, found)
+    set_padding(found, config.model, tokenizer)
     rows, new_tokens = rows_needed(config, tokenizer), added_tokens(config, tokenizer)
     return outlined_model(config.model, found, rows, config.run.seed, new_tokens)
 
 
-def pads_as(
-    tokenizer: transformers.PreTrainedTokenizerBase | None, config: Model, found: transformers.PreTrainedConfig
+def set_padding(
+    found: transformers.PreTrainedConfig, config: Model, tokenizer: transformers.PreTrainedTokenizerBase | None
 ) -> None:
-    """Let a new model pad with its tokenizer's token, unless the config names another.
+    """Let a new model pad with its tokenizer's token, unless its settings name another.
 
-    Before it is built: a RoBERTa counts its positions from there on, and would not be the same when it is loaded.
+    Before it is built: a RoBERTa counts its positions from that token's number on.
     """
-    token, text = getattr(tokenizer, "pad_token_id", None), found.get_text_config()
-    is_left = config.pretrained or "pad_token_id" in (config.architecture or {})
-    if not is_left and token is not None and token < (getattr(text, "vocab_size", None) or 0):
+    token = getattr(tokenizer, "pad_token_id", None)
+    is_given = config.pretrained or "pad_token_id" in (config.architecture or {})
+    if not is_given and token is not None and token < (getattr(found.get_text_config(), "vocab_size", None) or 0):
         found.pad_token_id = token
 
 

@@ -65,8 +65,9 @@ def check_is_read_again(model: torch.nn.Module) -> None:
     saved = peft.get_peft_model_state_dict(model)
     found = peft.set_peft_model_state_dict(model, {name: weight.clone() for name, weight in saved.items()})
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    lost = sorted({re.sub(r"\.lora_.*", "", name) for name in trained.intersection(found.missing_keys)})
-    advice = "it renames them; name them in exclude_modules"
+    lost = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in trained.intersection(found.missing_keys)}
+    lost = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in lost})  # Of all layers at once.
+    advice = "it renames them; name such layers in exclude_modules"
     kind = model.config.model_type
     require(not lost, f"model.lora: of a saved {kind}, peft would not load the adapters of {', '.join(lost)}; {advice}")
 
