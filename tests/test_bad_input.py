@@ -997,6 +997,12 @@ case(
 )
 case("lora target", {"model.lora.target_modules": ["q_proj", "nope_proj"]}, "model.lora: target_modules", "nope_proj")
 case(
+    "lora of two layers at once",
+    {"model.lora": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}},
+    "model.lora: ensure_weight_tying",
+    "leave it out",
+)
+case(
     "lora saves no such layer",
     {"model.lora": {"target_modules": ["q_proj"], "modules_to_save": "lm_hed"}},
     "model.lora: modules_to_save",

@@ -535,7 +535,8 @@ def test_a_second_ctrl_c_stops_at_once(slow, tmp_path):
         for rank in ranks:  # Again and again: one that answered the first of them late counts from then.
             rank.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    [kill_tree(rank) for rank in ranks]  # Those that have not ended, which is an error.
+    for rank in ranks:  # If one has not ended, which is an error.
+        kill_tree(rank)
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1], "\n".join(outputs)
     assert done.checkpoints == [] if (done.folder / "checkpoints").exists() else True

@@ -904,6 +904,25 @@ def test_a_family_whose_config_wants_numbers_for_special_tokens(tmp_path, family
     assert transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model")
 
 
+def test_modules_that_peft_could_not_load_are_refused(tmp_path):
+    """Of a module whose layers have adapters, too, it saves copies that it does not find again."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 5
+    shape = SHAPE | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+        "vocab_size": 384,
+    }
+    found = transformers.AutoConfig.for_model("qwen3_moe", **shape)
+    transformers.AutoModelForCausalLM.from_config(found).save_pretrained(tmp_path / "mixture")
+    lora = {"r": 2, "target_modules": "all-linear", "modules_to_save": ["mlp"]}
+    config["model"] = {"pretrained": str(tmp_path / "mixture"), "lora": lora}
+    message = run(tmp_path, config, expect=2).output
+    assert message.count("error: ") == 1 and "error: model.lora: peft could not load what it saves" in message
+
+
 @pytest.mark.parametrize("excluded", [None, ".*shared_experts.*"])
 def test_adapters_that_peft_would_not_load_are_refused(tmp_path, excluded):
     """Of a Laguna, it takes `shared_experts` for `shared_expert.`, in which a dot is any letter."""
@@ -917,7 +936,7 @@ def test_adapters_that_peft_would_not_load_are_refused(tmp_path, excluded):
     lora = {"r": 2, "target_modules": "all-linear", "exclude_modules": excluded}
     config["model"] = {"pretrained": str(tmp_path / "laguna"), "lora": lora}
     done = run(tmp_path, config, expect=0 if excluded else 2)
-    told = "model.lora: of a saved laguna, peft would not load the adapters of model.layers.*.mlp.shared_experts."
+    told = "model.lora: peft would not load these adapters of a saved laguna, because it renames them: model.layers.*."
     assert done.output.count("error: ") == (told in done.output) == (not excluded)
 
 

@@ -30,22 +30,8 @@ from samerun.model.weights import FirstWeights, put_placeholders
 def build_model(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> torch.nn.Module:
     """The model of a run, with placeholders for the weights until fill_weights()."""
     found = model_config(config, number_of_ids(tokenizer) if tokenizer else None)
-    set_padding(found, config.model, tokenizer)
     rows, new_tokens = rows_needed(config, tokenizer), added_tokens(config, tokenizer)
     return outlined_model(config.model, found, rows, config.run.seed, new_tokens)
-
-
-def set_padding(
-    found: transformers.PreTrainedConfig, config: Model, tokenizer: transformers.PreTrainedTokenizerBase | None
-) -> None:
-    """Let a new model pad with its tokenizer's token, unless its settings name another.
-
-    Before it is built: a RoBERTa counts its positions from that token's number on.
-    """
-    token = getattr(tokenizer, "pad_token_id", None)
-    is_given = config.pretrained or "pad_token_id" in (config.architecture or {})
-    if not is_given and token is not None and token < (getattr(found.get_text_config(), "vocab_size", None) or 0):
-        found.pad_token_id = token
 
 
 def rows_needed(config: Config, tokenizer: transformers.PreTrainedTokenizerBase | None) -> int:

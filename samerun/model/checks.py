@@ -17,7 +17,7 @@ from samerun.meeting import Meeting
 from samerun.model.architecture import ropes_in
 from samerun.model.attention import DOCUMENTS, attention
 from samerun.model.build import has_known_layers, vocabulary_size
-from samerun.model.lora import check_is_read_again
+from samerun.model.lora import check_adapter_loads
 from samerun.model.loss import joins_documents, model_inputs, patched, wants_chunks
 from samerun.model.outline import let_go
 from samerun.model.small import model_to_try
@@ -50,7 +50,7 @@ def settle_model(
     """The attention, and what check_model() returns, by a small model of the kind."""
     small = model_to_try(model, config.model, new_tokens)
     if config.model.lora is not None:
-        check_is_read_again(small)
+        check_adapter_loads(small)
     is_tried = can_be_tried(small)
     if is_tried:
         settle_attention(small, config.data.packing, loss_of, config.data.sequence_length)

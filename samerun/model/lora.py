@@ -28,6 +28,8 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
         is_of_text = lora["task_type"] != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
         require(is_of_text, f"a {type(model).__name__} generates no text; give its task_type, such as SEQ_CLS")
+        advice = "ensure_weight_tying: what is trained for two layers at once could not be saved; leave it out"
+        require(not lora.get("ensure_weight_tying"), advice)
         found = peft.LoraConfig(**copy.deepcopy(lora))  # peft writes into what it is given.
         check_for_codes(model, found)
         adapted = peft.get_peft_model(model, found)
@@ -57,19 +59,21 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
     require(not unknown, f"layers_to_transform: no layer has the number {unknown}; the first one is 0")
 
 
-def check_is_read_again(model: torch.nn.Module) -> None:
-    """Raises UserError if peft would not find all that is trained in what it saves: it only warns, and those adapters
-    would be new ones. It renames them as transformers renames the weights of the family's published files."""
+def check_adapter_loads(model: torch.nn.Module) -> None:
+    """Raises UserError if peft would not load all that it saves of an adapter. It only warns, and leaves the rest as a
+    new adapter begins: it renames weights as transformers renames those of the family's published files."""
     import peft
 
-    saved = peft.get_peft_model_state_dict(model)
-    found = peft.set_peft_model_state_dict(model, {name: weight.clone() for name, weight in saved.items()})
+    if not hasattr(model, "peft_config"):  # Of a fork that forgets add_lora(), check_adapted() tells.
+        return
+    with as_user_error("model.lora: peft could not load what it saves"):
+        saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)  # Which would ask the Hub.
+        loaded = peft.set_peft_model_state_dict(model, saved)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    lost = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in trained.intersection(found.missing_keys)}
-    lost = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in lost})  # Of all layers at once.
-    advice = "it renames them; name such layers in exclude_modules"
-    kind = model.config.model_type
-    require(not lost, f"model.lora: of a saved {kind}, peft would not load the adapters of {', '.join(lost)}; {advice}")
+    lost = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in trained.intersection(loaded.missing_keys)}
+    lost = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in lost}))  # Of all layers at once.
+    found = f"peft would not load these adapters of a saved {model.config.model_type}, because it renames them: {lost}"
+    require(not lost, f"model.lora: {found}; name their layers in exclude_modules")
 
 
 def check_for_codes(model: torch.nn.Module, found: Any) -> None:

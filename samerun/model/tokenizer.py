@@ -188,7 +188,7 @@ def use_special_tokens(
     """Let the model begin, end and pad texts with its tokenizer's tokens, unless the config names others.
 
     Otherwise a new one would have the usual ids of its family, and one with another tokenizer than its own those of
-    its former vocabulary. The padding that a model was built with stays in its config: on that, positions may depend.
+    its former vocabulary.
     """
     chosen = config.model.architecture or {}
     if config.model.pretrained:
@@ -200,6 +200,11 @@ def use_special_tokens(
         if name not in chosen:
             token = getattr(tokenizer, name, None)
             setattr(model.generation_config, name, token)
-            if name != "pad_token_id" or model.config.pad_token_id is None:
+            if name != "pad_token_id" or not counts_from_padding(model):
                 with suppress(StrictDataclassFieldValidationError):  # The configs of some families want a number.
                     setattr(model.config, name, token)
+
+
+def counts_from_padding(model: torch.nn.Module) -> bool:
+    """Whether positions begin after the number of the pad token, as those of a RoBERTa, which must keep it."""
+    return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())

@@ -155,15 +155,13 @@ def check_adapted(setup: Setup) -> None:
 
 
 def check_same_layers(setup: Setup) -> None:
-    """Raises UserError if ranks would leave out layers by chance, each rank other ones. DDP and FSDP2 would wait
-    forever for the gradients or weights of those that only some compute."""
-    if setup.wrapped is setup.model and setup.parallel.layout.processes == 1:
-        return
+    """Raises UserError if each rank would leave out different layers by chance. DDP and FSDP2 would wait forever for
+    the gradients or weights of layers that only some ranks compute."""
     configs = [module.config for module in setup.model.modules() if isinstance(module, transformers.PreTrainedModel)]
-    chances = {name: value for config in configs for name, value in vars(config).items() if "layerdrop" in name}
-    left_out = " and ".join(f"{name} {value}" for name, value in chances.items() if value)
-    advice = "ranks would leave out other layers, and wait for each other forever; set it to 0 in the model's config"
-    require(not left_out, f"model: {left_out}: {advice}")
+    chances = {(name, value) for one in configs for name, value in vars(one).items() if "layerdrop" in name and value}
+    found = ", ".join(f"{name} {value}" for name, value in sorted(chances))
+    advice = "ranks would leave out different layers and wait for each other; set it to 0 in the model's config"
+    require(not found or setup.parallel.layout.processes == 1, f"model: {found}: {advice}")
 
 
 def say_if_unheeded(setup: Setup) -> None:
