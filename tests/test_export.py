@@ -617,6 +617,23 @@ def test_a_signal_ends_an_export(kept, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_two_exports_into_one_folder(kept, tmp_path, monkeypatch):
+    """The second one would delete the draft of the first, which would then give its name to that of the second."""
+    config, done = kept
+    close, more = export.SafetensorsFile.close, ("--run.output_dir", done.folder)
+    refused = []
+
+    def close_late(file):
+        monkeypatch.setattr(export.SafetensorsFile, "close", close)
+        refused.append(exported(done, config, tmp_path, "12", *more, expect=None))
+        close(file)
+
+    monkeypatch.setattr(export.SafetensorsFile, "close", close_late)
+    exported(done, config, tmp_path, "8", *more)
+    assert refused[0].code == 2 and "out: another process exports to it" in refused[0].output
+    assert (tmp_path / "out" / "model.safetensors").exists() and not list(tmp_path.glob(".out*"))
+
+
 def test_a_kill_while_a_checkpoint_is_exported_leaves_the_old_model(kept, tmp_path):
     config, done = kept
     more = "--run.output_dir", done.folder

@@ -6,12 +6,15 @@ into its model takes memory for all of that model, in its own type, and so does 
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
@@ -81,16 +84,33 @@ def export_checkpoint(config: Config, asked: Export) -> None:
     dtype = export_dtype(config, manifest.get("launch", {}).get("precision", "no"))
     saved = SavedWeights(checkpoints, manifest["config"].get(FROZEN))
     draft = folder.with_name(f".{folder.name}.tmp")
-    with as_user_error(f"--to: cannot write {folder}"):
-        delete(draft)  # That of a killed process.
-        draft.mkdir(parents=True)
-    try:
-        write_model(config, saved, tokenizer, dtype, asked.merge, draft)
-        replace_folder(draft, folder)
-    finally:
-        delete(draft)
+    with alone_with(folder):
+        with as_user_error(f"--to: cannot write {folder}"):
+            delete(draft)  # That of a killed process.
+            draft.mkdir(parents=True)
+        try:
+            write_model(config, saved, tokenizer, dtype, asked.merge, draft)
+            replace_folder(draft, folder)
+        finally:
+            delete(draft)
     kind = "adapter" if is_adapter and not asked.merge else "model"
     say(f"Exported: {folder} ({what}, {kind}, {str(dtype).removeprefix('torch.')})")
+
+
+@contextmanager
+def alone_with(folder: Path) -> Iterator[None]:
+    """Raises UserError if another process exports to this folder: it would give its name to a draft of this one."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    with as_user_error(f"--to: cannot write {folder}"):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError("another process exports to it") from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # While nobody else can have it.
+        lock.release()
 
 
 def write_model(
