@@ -477,6 +477,38 @@ def test_signal_to_the_launcher(slow, tmp_path, number, count, everybody):
     assert_stopped(done, output, 1)
 
 
+ONE_IS_LATE = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import train
+def stop_after_steps(*args, stop_after_steps=train.StopSignal.stop_after_steps):
+    open("{folder}/there-" + os.environ["RANK"], "w").close()
+    while os.environ["RANK"] == "1":
+        time.sleep(0.01)
+    stop_after_steps(*args)
+train.StopSignal.stop_after_steps = stop_after_steps
+sys.exit(train.main())
+"""
+
+
+def test_a_signal_while_a_rank_waits_for_a_late_one(slow, tmp_path):
+    """Before the first step. The one that is there would never hear of it while it makes a process group."""
+    script = tmp_path / "fork.py"
+    script.write_text(ONE_IS_LATE.format(root=str(ROOT), folder=str(tmp_path)))
+    ranks = start_ranks(tmp_path, slow, script=script)
+    while len(list(tmp_path.glob("there-*"))) < 2:
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.02)
+    [rank.send_signal(signal.SIGTERM) for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
+    finally:
+        [kill_tree(rank) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert "Stopped by SIGTERM before the first step" in outputs[0]
+    assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}
+
+
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, capsys, signalled):
     """Another one has failed, and says why. Only where nobody ends this one is the connection the news."""

@@ -44,7 +44,7 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.meeting import has_other_launchers, is_elastic, number_in
+from samerun.meeting import Meeting, has_other_launchers, is_elastic, number_in
 from samerun.parallel.layout import Layout, layout_of, uses_fsdp
 from samerun.plan import Plan
 
@@ -89,9 +89,15 @@ class StopSignal:
         """Until raise_at_signals() is called again."""
         StopSignal.raises = False
 
-    def stop_after_steps(self, accelerator: Accelerator) -> None:
-        """From now on a signal only makes all ranks stop when agreed() asks for it."""
+    def stop_after_steps(self, accelerator: Accelerator, meeting: Meeting) -> None:
+        """From now on a signal only makes all ranks stop when agreed() asks for it.
+
+        Ranks that make a process group hear of no signal, and not of a rank that has left. So they begin when none of
+        them raises Stopped any more: also not one that is late, or between these lines.
+        """
+        meeting.wait_for_all()
         StopSignal.raises, self.finishes_steps = False, True
+        meeting.wait_for_all()
         self.group = new_host_group(accelerator)
 
     def on_signal(self, number: int, frame) -> None:
