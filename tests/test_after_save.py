@@ -176,6 +176,22 @@ def test_the_first_one_has_its_turn(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == "step-1\nstep-3\n"
 
 
+def test_one_that_is_gone_before_its_turn_is_passed_over(tmp_path):
+    """The next save deletes it, which may take long, and only then says that its own is complete."""
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    os.mkfifo(gate)
+    one = AfterSave(f'test "$CHECKPOINT" = {tmp_path}/run/checkpoints/step-1 && cat {gate}; basename $CHECKPOINT >> {log}')
+    one.begin(checkpoint_of(tmp_path, "step-1"))
+    one.begin(waiting := checkpoint_of(tmp_path, "step-2"))
+    worker = one.worker
+    shutil.rmtree(waiting)
+    gate.write_text("")  # Now the first one ends.
+    worker.join()
+    one.begin(checkpoint_of(tmp_path, "step-3"))
+    one.finish()
+    assert log.read_text() == "step-1\nstep-3\n" and one.failures == 0
+
+
 def test_its_environment(tmp_path, monkeypatch):
     """The command is one process, no rank, and not reached by Ctrl-C. The checkpoints may have a disk of their own."""
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
