@@ -76,6 +76,23 @@ def test_what_was_pushed_is_pushed_again_after_another(tmp_path, commits):
     assert commits == ["Step 4", "Step 8", "Step 4"]
 
 
+def test_what_the_run_writes_while_it_is_pushed(tmp_path, monkeypatch, commits):
+    """The curves are drawn anew between their checksum and their upload, and a line of metrics is not complete yet."""
+    config, run_folder = as_read(tmp_path / "run"), tmp_path / "run"
+    (run_folder / "metrics.jsonl").write_text('{"step": 4, "train/loss": 1.5}\n{"step": 4, "eval/lo')
+    (run_folder / "curves.png").write_bytes(b"as it was")
+    api, sent = huggingface_hub.HfApi(), {}
+
+    def upload_folder(folder_path, **more):
+        (run_folder / "curves.png").write_bytes(b"drawn anew")
+        sent.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+        return SimpleNamespace(repo_url="https://hub/me/tiny")
+
+    monkeypatch.setattr(api, "upload_folder", upload_folder)
+    room.push(run_folder / "model", config, 4)
+    assert sent["curves.png"] == b"as it was" and b"| train/loss | 1.5 |" in sent["README.md"]
+
+
 def test_a_note_that_is_damaged(tmp_path, commits, capsys):
     """The model is pushed once more. What cannot be replaced is said."""
     config, note = as_read(tmp_path / "run"), tmp_path / "run" / "hub.json"

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -83,8 +84,8 @@ def push(model: Path, config: Config, step: int) -> None:
                 link.mkdir()
             else:
                 link.symlink_to(path)
-        if (run / "curves.png").exists():
-            (Path(folder) / "curves.png").symlink_to((run / "curves.png").resolve())
+        if (run / "curves.png").exists():  # No link: the run may draw it anew between its checksum and its upload.
+            shutil.copyfile(run / "curves.png", Path(folder) / "curves.png")
         card = Path(folder) / "README.md"
         card.unlink(missing_ok=True)  # peft writes one.
         card.write_text(model_card(run, config, step), "utf-8")
@@ -106,7 +107,8 @@ def model_card(run: Path, config: Config, step: int) -> str:
         tags=["samerun"],
     )
     plan, metrics = {}, {}
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for line in map(json.loads, [line for line in lines if line.endswith("}\n")]):  # The run may be writing one.
         if line["step"] <= step:
             metrics |= {name: value for name, value in line.items() if name.startswith(("train/", "eval/"))}
             plan |= {name: value for name, value in line.items() if name.startswith("plan/")}
