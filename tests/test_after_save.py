@@ -180,7 +180,9 @@ def test_one_that_is_gone_before_its_turn_is_passed_over(tmp_path):
     """The next save deletes it, which may take long, and only then says that its own is complete."""
     log, gate = tmp_path / "log", tmp_path / "gate"
     os.mkfifo(gate)
-    one = AfterSave(f'test "$CHECKPOINT" = {tmp_path}/run/checkpoints/step-1 && cat {gate}; basename $CHECKPOINT >> {log}')
+    one = AfterSave(
+        f'test "$CHECKPOINT" = {tmp_path}/run/checkpoints/step-1 && cat {gate}; basename $CHECKPOINT >> {log}'
+    )
     one.begin(checkpoint_of(tmp_path, "step-1"))
     one.begin(waiting := checkpoint_of(tmp_path, "step-2"))
     worker = one.worker
