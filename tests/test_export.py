@@ -616,7 +616,6 @@ def test_a_signal_ends_an_export(kept, tmp_path, monkeypatch):
     assert not [*tmp_path.glob("out"), *tmp_path.glob(".out*")]
 
 
-@pytest.mark.slow
 def test_two_exports_into_one_folder(kept, tmp_path, monkeypatch):
     """The second one would delete the draft of the first, which would then give its name to that of the second."""
     config, done = kept
@@ -634,6 +633,7 @@ def test_two_exports_into_one_folder(kept, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "model.safetensors").exists() and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_exported_leaves_the_old_model(kept, tmp_path):
     config, done = kept
     more = "--run.output_dir", done.folder

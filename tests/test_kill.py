@@ -499,11 +499,13 @@ def test_a_signal_while_a_rank_waits_for_a_late_one(slow, tmp_path):
     while len(list(tmp_path.glob("there-*"))) < 2:
         assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.02)
-    [rank.send_signal(signal.SIGTERM) for rank in ranks]
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
     try:
         outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]
     finally:
-        [kill_tree(rank) for rank in ranks]
+        for rank in ranks:
+            kill_tree(rank)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     assert "Stopped by SIGTERM before the first step" in outputs[0]
     assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}

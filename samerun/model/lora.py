@@ -67,7 +67,7 @@ def check_adapter_loads(model: torch.nn.Module) -> None:
     if not hasattr(model, "peft_config"):  # Of a fork that forgets add_lora(), check_adapted() tells.
         return
     with as_user_error("model.lora: peft could not load what it saves"):
-        saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)  # Which would ask the Hub.
+        saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)  # "auto" asks the Hub.
         loaded = peft.set_peft_model_state_dict(model, saved)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     lost = {re.sub(r"^base_model\.model\.|\.lora_.*", "", name) for name in trained.intersection(loaded.missing_keys)}
