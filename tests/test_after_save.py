@@ -16,9 +16,15 @@ from samerun.run.after_save import AfterSave
 from samerun.run.checkpoint import note_in_checkpoint
 
 
+def wait_for(file: Path | str) -> str:
+    """A command that ends when the file is there: after 200 s at the latest."""
+    return f'for each in $(seq 2000); do test -e "{file}" && break; sleep 0.1; done'
+
+
 def config_of(folder: Path, command: str, **more) -> dict:
     config = tiny_config(folder)
-    config["run"] |= {"max_steps": 10, "save_every": 5, "after_save": command, **more}
+    # All are kept: the command may come to one when the run has saved others.
+    config["run"] |= {"max_steps": 10, "save_every": 5, "keep_checkpoints": 9, "after_save": command, **more}
     return config
 
 
@@ -26,8 +32,7 @@ def test_a_copy_continues_the_run(tmp_path):
     """Copied by the command as it is documented, brought back into another folder, and continued there."""
     storage = tmp_path / "storage"
     copy = f'mkdir -p {storage} && cp -r "$CHECKPOINT" {storage}/ && test -d "$RUN_FOLDER/checkpoints"'
-    # Two are kept: of these few steps, the second checkpoint may be complete before the first one is copied.
-    done = launch(tmp_path, config_of(tmp_path, copy, keep_checkpoints=2), processes=2, warm=True)
+    done = launch(tmp_path, config_of(tmp_path, copy), processes=2, warm=True)
     assert "failed" not in done.output
     names = sorted(path.name for path in storage.iterdir())
     assert names == done.checkpoints == ["step-00000005", "step-00000010"]
@@ -63,13 +68,14 @@ def test_what_an_earlier_launch_has_not_done_is_made_up_for(tmp_path):
 
 
 def test_a_finished_run_that_is_stopped_meanwhile_stays_finished(tmp_path):
-    room = tmp_path / "room"
-    config = config_of(tmp_path, f"test -d {room} && kill -TERM $PPID && sleep 20")
+    room, file = tmp_path / "room", tmp_path / "go"
+    config = config_of(tmp_path, f"test -d {room} && kill -TERM $PPID && {wait_for(file)}")
     run(tmp_path, config)
     room.mkdir()
     done = run(tmp_path, config)
     assert "Finished already" in done.output
     assert not (tmp_path / "run" / "after_save.json").exists()  # The launch has not waited for the end of the command.
+    file.touch()
     assert done.status == {"status": "finished", "step": 10}
 
 
@@ -112,7 +118,7 @@ def test_what_a_command_prints_may_be_nothing_or_no_text(tmp_path, capsys, comma
     one = AfterSave(command)
     one.begin(checkpoint_of(tmp_path, "step-1"))
     one.finish()
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"(1 so far): exit status 3: {told}")
+    assert f"(1 so far): exit status 3: {told}\n" in capsys.readouterr().out
 
 
 def test_what_cannot_be_noted_is_done_once_more(tmp_path):
@@ -142,17 +148,16 @@ def test_what_is_copied_has_only_whole_files(tmp_path, monkeypatch):
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000001"]
 
 
-def waits_for(file: str, log: Path) -> str:
-    """A command that says when it begins and ends, which is when a file is there: 20 s at the latest."""
+def slow_command(file: Path | str, log: Path) -> str:
+    """A command that says when it begins and ends, which is when the file is there."""
     name = '$(basename "$CHECKPOINT")'
-    wait = f'for each in $(seq 400); do test -e "{file}" && break; sleep 0.05; done'
-    return f"echo begin {name} >> {log}; {wait}; sleep 0.2; echo end {name} >> {log}"
+    return f"echo begin {name} >> {log}; {wait_for(file)}; sleep 0.2; echo end {name} >> {log}"
 
 
 def test_one_at_a_time_and_then_the_newest(tmp_path, monkeypatch):
     log, file, said = tmp_path / "log", tmp_path / "go", []
     monkeypatch.setattr(room, "say", lambda text: said.append(text) or file.touch())
-    one = AfterSave(waits_for(str(file), log))
+    one = AfterSave(slow_command(file, log))
     for step in range(1, 5):
         one.begin(checkpoint_of(tmp_path, f"step-{step}"))
         while one.worker and not (log.exists() and log.read_text()):  # Until the first one has begun.
@@ -229,7 +234,7 @@ def test_only_the_main_process_runs_it(tmp_path, monkeypatch):
 def test_the_run_does_not_wait_while_it_trains(tmp_path):
     """Only at its end, for the last checkpoint."""
     log = tmp_path / "log"
-    command = waits_for("$RUN_FOLDER/model", log)  # By then, the last checkpoint is what waits.
+    command = slow_command("$RUN_FOLDER/model", log)  # By then, the last checkpoint is what waits.
     run(tmp_path, config_of(tmp_path, command, save_every=2))
     lines = log.read_text().splitlines()
     assert lines[:2] == ["begin step-00000002", "end step-00000002"] and lines[-1] == "end step-00000010"
