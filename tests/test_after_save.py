@@ -4,15 +4,18 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from helpers import difference, launch, run, tiny_config
 
+from samerun.errors import Stopped
 from samerun.run import after_save as room
-from samerun.run.after_save import AfterSave
+from samerun.run.after_save import AfterSave, Background
 from samerun.run.checkpoint import note_in_checkpoint
 
 
@@ -197,6 +200,33 @@ def test_one_that_is_gone_before_its_turn_is_passed_over(tmp_path):
     one.begin(checkpoint_of(tmp_path, "step-3"))
     one.finish()
     assert log.read_text() == "step-1\nstep-3\n" and one.failures == 0
+
+
+def test_a_signal_that_does_not_interrupt_the_wait(monkeypatch):
+    """Such as one that comes just before the wait, or that another thread receives."""
+    is_waited_for, is_over, ended = threading.Event(), threading.Event(), []
+
+    class Signalled(Background):
+        setting = "run.after_save"
+
+        def run(self, checkpoint: Path) -> None:
+            is_waited_for.wait()
+            time.sleep(0.2)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            is_over.wait(60)
+            ended.append(checkpoint)
+
+    def stop(number: int, frame):
+        raise Stopped("SIGTERM")
+
+    monkeypatch.setattr(room, "say", lambda text: is_waited_for.set())
+    signal.signal(signal.SIGTERM, stop)
+    one = Signalled(True)
+    one.begin(Path())
+    with pytest.raises(Stopped):
+        one.finish()
+    assert not ended
+    is_over.set()
 
 
 def test_its_environment(tmp_path, monkeypatch):

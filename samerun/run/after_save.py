@@ -84,7 +84,8 @@ class Background:
             worker = self.worker
         if worker:
             say(f"Waiting for {self.setting}.")
-            worker.join()
+            while worker.is_alive():
+                worker.join(1)  # Without a limit, Python would not answer a signal that came just before.
 
 
 class AfterSave(Background):
