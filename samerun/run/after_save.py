@@ -69,10 +69,8 @@ class Background:
                 say(f"{self.setting} failed for {checkpoint.name} ({self.failures} so far): {one_line(error)}")
             with self.lock:
                 checkpoint, self.waiting = self.waiting, None
-                # The next save deletes one that still waits before it comes here with its own.
-                if checkpoint is None or not checkpoint.exists():
-                    checkpoint = None
-                    self.worker = None
+                if checkpoint is None or not checkpoint.exists():  # A save deletes old ones before it brings its own.
+                    checkpoint = self.worker = None
 
     def run(self, checkpoint: Path) -> None:
         """Do it for a checkpoint. What goes wrong is raised."""

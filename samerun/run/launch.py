@@ -92,8 +92,8 @@ class StopSignal:
     def stop_after_steps(self, accelerator: Accelerator, meeting: Meeting) -> None:
         """From now on a signal only makes all ranks stop when agreed() asks for it.
 
-        Ranks that make a process group hear of no signal, and not of a rank that has left. So they begin when none of
-        them raises Stopped any more: also not one that is late, or between these lines.
+        Ranks that make a process group notice neither a signal nor a rank that has left. So they begin once none of
+        them raises Stopped any more, not even one that is late.
         """
         meeting.wait_for_all()
         StopSignal.raises, self.finishes_steps = False, True
