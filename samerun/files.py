@@ -53,6 +53,11 @@ def are_as_noted(note: Path) -> bool:
         return False
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Those of a JSON Lines file, without one that is still being written, or that a full disk has cut short."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+
+
 def sync(path: Path) -> None:
     """Return when a file, or the names in a folder, are on the disk."""
     opened = os.open(path, os.O_RDONLY)

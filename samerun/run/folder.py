@@ -26,7 +26,7 @@ from samerun.errors import (
     require,
     say,
 )
-from samerun.files import delete, replace_file
+from samerun.files import delete, replace_file, whole_lines
 from samerun.meeting import Meeting
 from samerun.run.checkpoint import Progress, list_checkpoints, step_of, verify_checkpoint
 from samerun.run.launch import StopSignal
@@ -212,9 +212,7 @@ class RunFolder:
         if not metrics.exists():
             return metrics, ""
         with as_user_error(f"run.output_dir: {metrics} is damaged; fix it, or move it away"):
-            lines = metrics.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("}\n")]
-            kept = [line for line in whole if is_done(json.loads(line))]
+            kept = [line for line in whole_lines(metrics) if is_done(json.loads(line))]
         return metrics, "".join(kept)
 
     def set_status(self, status: str, step: int, **more: str) -> None:

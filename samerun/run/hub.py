@@ -12,7 +12,7 @@ import huggingface_hub
 
 from samerun.config import Config
 from samerun.errors import is_main_process, one_line, require, say
-from samerun.files import replace_file
+from samerun.files import replace_file, whole_lines
 from samerun.run.after_save import Background, run_apart
 from samerun.run.checkpoint import step_of
 from samerun.yaml12 import to_yaml
@@ -107,8 +107,7 @@ def model_card(run: Path, config: Config, step: int) -> str:
         tags=["samerun"],
     )
     plan, metrics = {}, {}
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    for line in map(json.loads, [line for line in lines if line.endswith("}\n")]):  # The run may be writing one.
+    for line in map(json.loads, whole_lines(run / "metrics.jsonl")):
         if line["step"] <= step:
             metrics |= {name: value for name, value in line.items() if name.startswith(("train/", "eval/"))}
             plan |= {name: value for name, value in line.items() if name.startswith("plan/")}
