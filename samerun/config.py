@@ -239,6 +239,8 @@ class Model(Section):
     """Hold the logits of some targets at a time. auto does so for 4,096 tokens or more, if the model allows it."""
     compile: MayChange[Literal["none", "regional", "full"]] = "none"
     """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
+    balance_experts: NonNegativeFloat = 0.0
+    """After each step, change the biases of a mixture's routers by this, toward equally many tokens for all experts."""
     expert_ranks: MayChange[PositiveInt] = 1
     """Expert parallelism: divide the experts of each layer among this many processes, which send each other tokens."""
     pipeline_ranks: MayChange[PositiveInt] = 1
@@ -442,8 +444,6 @@ def check_source(setting: str, source: Source, choices: list[str]) -> None:
 
 
 EVAL_METRICS = ("loss", "perplexity", "bits_per_byte")  # Each as eval/METRIC or eval/NAME/METRIC.
-
-
 MAX_BLOCK = 10_000  # Rows of a block of a mixture, in which the share of each source is exact.
 
 

@@ -305,6 +305,10 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
         ({"zero_optimization": {}}, "zero_stage 0 is not supported"),
         ({"precision": "fp8"}, MORE.format("mixed_precision fp8")),
         ({"config": {"model": Model(pretrained="any", compile="regional")}}, MORE.format("model.compile")),
+        (
+            {"config": {"model": Model(pretrained="any", balance_experts=0.001)}},
+            MORE.format("model.balance_experts"),
+        ),
         ({"zero": {"offload_param": {"device": "cpu"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"zero": {"offload_optimizer": {"device": "nvme"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"config": {"optim": Optim(name="muon")}}, "needs whole matrices"),

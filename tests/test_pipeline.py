@@ -291,6 +291,7 @@ def test_who_is_in_which_pipeline():
         ),
         ({"precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
         ({"eval": {"prompts": ["some"]}}, "cannot be combined with eval.prompts"),
+        ({"model": {"balance_experts": 0.001}}, "cannot be combined with model.balance_experts: .*; take FSDP2"),
     ],
 )
 def test_refused_settings(launched, message):

@@ -46,6 +46,7 @@ class DeepSpeed(Parallelism):
             "sequence, context, tensor or pipeline parallelism": divides_more,
             "mixed_precision fp8": self.accelerator.mixed_precision == "fp8",
             "model.compile": self.config.model.compile != "none",
+            "model.balance_experts": self.config.model.balance_experts > 0,
             "batch.max_micro_batch_size: auto": self.config.batch.max_micro_batch_size == "auto",
             "offloading of the weights, or to NVMe": self.offloads_much(),
         }

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, collate
 from samerun.errors import as_user_error, is_main_process, require
+from samerun.model.balance import ExpertBalance
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_batch, probe_row
 from samerun.model.loss import add_metrics, check_names, patched
@@ -30,7 +31,7 @@ from samerun.model.outline import let_go
 from samerun.model.recompute import recompute_layers
 from samerun.model.small import small_model
 from samerun.model.weights import empty_weights, fill_weights, placeholders_on_meta
-from samerun.optim import LossScale
+from samerun.optim import Guard, LossScale
 from samerun.parallel.experts import check_experts, divide_experts, shard_experts
 from samerun.parallel.fsdp import (
     before_backward,
@@ -65,6 +66,7 @@ class Parallelism:
         self.owed: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]] = []
         self.counted_elsewhere: torch.nn.Parameter | None = None
         self.loss_scale = LossScale(accelerator.mixed_precision, layout.averages_over)
+        self.balance: ExpertBalance | None = None  # With model.balance_experts.
         self.names_of_metrics: dict[str, list[str]] = {}  # See sum_over_ranks().
 
     @property
@@ -91,6 +93,9 @@ class Parallelism:
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
+        if self.config.model.balance_experts:
+            self.balance = ExpertBalance(model, self.config.model.balance_experts, self.accelerator.device)
+            self.loss_of = self.balance.counting(self.loss_of)
         if self.layout.row_ranks > 1:
             self.try_out_parts(model)
         if self.config.batch.accumulation == "kept_weights":
@@ -287,6 +292,16 @@ class Parallelism:
                 if parameter.grad is None:  # Such as an expert that no token of this rank has chosen.
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local_tensor(parameter.grad), group=group)
+        if self.balance:
+            self.balance.take_load(is_alone=self.layout.processes == 1)
+
+    def balance_experts(self, guard: Guard) -> None:
+        """After an update, what model.balance_experts asks for."""
+        if self.balance:
+            self.balance.update(is_skipped=guard.skipped_in_a_row > 0)
+
+    def expert_metrics(self) -> dict[str, float]:
+        return self.balance.metrics() if self.balance else {}
 
     def metrics_of(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         """The metrics of token_loss(), summed over micro-batches of part_of()."""

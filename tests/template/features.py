@@ -394,6 +394,18 @@ def expert_parallel(house: House) -> None:
     house.drop_setting("model.expert_ranks", 1)
 
 
+def balanced_experts(house: House) -> None:
+    house.reword("        **setup.parallel.expert_metrics(),\n", "")
+    house.drop_statements("Parallelism.__init__", "balance")
+    house.drop_statements("Parallelism.prepare", "balance")
+    house.drop_statements("Parallelism.reduce_gradients", "balance")
+    house.drop_definition("Parallelism.balance_experts")
+    house.drop_definition("Parallelism.expert_metrics")
+    house.drop_element("REFUSED", "model.balance_experts")
+    house.drop_element("DeepSpeed.check", "model.balance_experts")
+    house.drop_setting("model.balance_experts", 0.0)
+
+
 def pipeline_parallel(house: House) -> None:
     drop_dimension(house, "pp")
     house.reword("    pp            other layers                            model.pipeline_ranks\n", "")
@@ -458,6 +470,7 @@ FEATURES = {
     "sequence and context parallelism": shared_rows,
     "tensor parallelism": tensor_parallel,
     "expert parallelism": expert_parallel,
+    "balanced experts": balanced_experts,
     "pipeline parallelism": pipeline_parallel,
     "DeepSpeed": deepspeed,
     "chat": chat,
@@ -500,6 +513,7 @@ FILES = {
         "accelerate_configs/tensor_parallel.yaml",
     ],
     "expert parallelism": ["samerun/parallel/experts.py", "tests/test_expert_parallel.py"],
+    "balanced experts": ["samerun/model/balance.py", "tests/test_balance.py"],
     "pipeline parallelism": ["samerun/parallel/pipeline.py", "tests/test_pipeline.py"],
     "DeepSpeed": [
         "samerun/parallel/deepspeed.py",

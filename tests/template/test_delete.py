@@ -32,7 +32,7 @@ CASES["everything"] = [name for name in FEATURES if name not in TAKEN_ALONG]
 # without the second alone. So there are forks without some, too, of which few tests need two.
 GROUPS = [
     CASES["everything"],
-    ["evaluation", "chunked_loss", "memory plan", "pipeline parallelism"],
+    ["evaluation", "chunked_loss", "memory plan", "pipeline parallelism", "balanced experts"],
     ["packing", "compile", "keep_best", "samples", "curves", "hub", "FSDP"],
     ["chat", "sources", "LoRA", "auto", "patience", "profiler", "trackers", "after_save"]
     + ["tensor parallelism", "sequence and context parallelism", "DeepSpeed"],

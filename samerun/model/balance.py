@@ -1,0 +1,94 @@
+"""Balanced experts without a term of the loss: the biases by which a mixture's routers choose follow the experts' load.
+
+Without balance, a router soon sends most tokens to a few experts, and the others learn nothing. A router with biases,
+as those of DeepSeek-V3 and GLM-4.5, chooses the experts whose score and bias are the largest, and weighs them by the
+scores alone. So the biases change who computes, and no gradient. After each step, the bias of each expert that got
+fewer tokens than the mean rises by a fixed amount, and that of each one that got more falls (arXiv:2408.15664).
+
+A token counts if it is a target, wherever it is computed: no padding does. So all ranks together count the same on any
+machine.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samerun.errors import require
+
+BIASES = "e_score_correction_bias", "expert_bias"  # What transformers calls them.
+
+
+class ExpertBalance:
+    """The tokens that each expert of each layer of a model gets in a step, and the biases that follow from it."""
+
+    def __init__(self, model: torch.nn.Module, amount: float, device: torch.device):
+        self.amount = amount
+        self.layers = layers_with_biases(model)
+        setting = "model.balance_experts"
+        advice = "an adapter does not hold the biases of routers; leave it out"
+        require(not hasattr(model, "peft_config"), f"{setting}: {advice}")
+        advice = "has no routers with biases, as DeepSeek-V3 has them; leave it out"
+        require(self.layers, f"{setting}: a {model.config.model_type} {advice}")
+        for experts, owner, name in self.layers:
+            count = owner.get_buffer(name).numel()
+            experts.tokens_of_experts = torch.zeros(count, dtype=torch.int64, device=device)
+            experts.is_target = None
+            experts.register_forward_pre_hook(count_tokens)
+        self.load: torch.Tensor | None = None  # int64 [layers, experts]: the tokens of the latest step, of all ranks.
+
+    def counting(self, loss_of: Callable) -> Callable:
+        """The same loss, of which each pass tells the layers which tokens are targets."""
+
+        def counted(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            is_target = batch.targets.flatten() != -100
+            for experts, _, _ in self.layers:
+                experts.is_target = is_target
+            return loss_of(model, batch, **options)
+
+        return counted
+
+    def take_load(self, is_alone: bool) -> None:
+        """Add up what all ranks have counted in the passes of a step."""
+        counts = [experts.tokens_of_experts for experts, _, _ in self.layers]
+        self.load = torch.stack(counts)
+        torch._foreach_zero_(counts)
+        if not is_alone:
+            dist.all_reduce(self.load)
+
+    def update(self, is_skipped: torch.Tensor) -> None:
+        """Move the biases, unless the step made no update."""
+        tokens = self.load.sum(1, keepdim=True)
+        directions = (tokens - self.load * self.load.shape[1]).sign() * ~is_skipped
+        for direction, (_, owner, name) in zip(directions, self.layers):
+            owner.get_buffer(name).add_(self.amount * direction)
+
+    def metrics(self) -> dict[str, float]:
+        """By how much more tokens than the mean the experts with the most get, in the worst layer: 0 is balanced."""
+        share = self.load.max(1).values / self.load.float().mean(1).clamp(min=1e-9)
+        return {"train/expert_overload": share.max().item() - 1}
+
+
+def layers_with_biases(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module, str]]:
+    """The experts of each layer, the module that has the biases of their router, and their name in it."""
+    found = []
+    for block in model.modules():
+        experts = getattr(block, "experts", None)
+        for owner in (block, *block.children()):
+            names = [name for name in BIASES if name in owner._buffers]
+            if isinstance(experts, torch.nn.Module) and names:
+                found.append((experts, owner, names[0]))
+    return found
+
+
+def count_tokens(experts: torch.nn.Module, args: tuple) -> None:
+    """Before a pass of the experts, whose second argument is the numbers of those that each token has, [tokens, k].
+
+    A layer that computes its activations again counts each token twice, which changes no direction.
+    """
+    if not torch.is_grad_enabled() or experts.is_target is None:  # No pass of training.
+        return
+    chosen = args[1]
+    targets = experts.is_target[:, None].expand_as(chosen)
+    experts.tokens_of_experts.scatter_add_(0, chosen.flatten(), targets.flatten().long())

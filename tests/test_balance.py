@@ -1,0 +1,168 @@
+"""model.balance_experts: the biases of the routers are those of a plain loop, on any number of processes."""
+
+from functools import cache
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers import ROOT, VOCABULARY, Done, check_continued, launch, resume_from, run, tiny_config
+from reference import adamw, shuffled, summed_loss, train_reference
+from safetensors.torch import load_file
+
+from samerun.model.balance import ExpertBalance
+
+SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
+AMOUNT = 0.05
+BIAS = "e_score_correction_bias"
+KINDS = {
+    "glm4_moe": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "minimax_m2": {},  # Its biases lie beside its routers, not in them.
+}
+
+
+def mixture(folder: Path, kind: str) -> Path:
+    """A tiny model, in which a few experts get most of the tokens."""
+    torch.manual_seed(1)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    experts = {"n_routed_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 16}
+    tokens = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    found = transformers.AutoConfig.for_model(kind, **shape | heads | experts | tokens | KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(found)
+    for name, buffer in model.named_buffers():
+        if name.endswith(BIAS):
+            buffer += torch.linspace(0, 0.4, buffer.numel())
+    model.save_pretrained(folder)
+    return folder
+
+
+class PlainBalance:
+    """The biases of a plain loop, as an optimizer that has no weights."""
+
+    param_groups = ()
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.overload = model, []
+        self.counts = {}
+        for name, block in model.named_modules():
+            if hasattr(block, "experts"):
+                self.counts[name] = 0
+                block.experts.register_forward_hook(lambda _, args, __, name=name: self.count(name, args[1]))
+
+    def count(self, name: str, chosen: torch.Tensor) -> None:
+        for token in self.is_target.flatten().nonzero()[:, 0].tolist():
+            self.counts[name] = self.counts[name] + torch.bincount(chosen[token], minlength=8)
+
+    def step(self) -> None:
+        self.overload.append(max(float(count.max() / count.float().mean()) for count in self.counts.values()) - 1)
+        buffers = dict(self.model.named_buffers())
+        for name, count in self.counts.items():
+            [bias] = [buffer for path, buffer in buffers.items() if path.startswith(f"{name}.") and path.endswith(BIAS)]
+            for expert in range(8):
+                bias[expert] += AMOUNT * float(torch.sign(count.float().mean() - count[expert]))
+
+    def zero_grad(self) -> None:
+        self.counts = dict.fromkeys(self.counts, 0)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """truth(kind): the config of all cases, the plain loop's result, and by how much its experts were overloaded."""
+
+    @cache
+    def result(kind: str):
+        folder = tmp_path_factory.mktemp(kind)
+        config = tiny_config(folder)
+        config["run"] |= {"max_steps": 8, "save_every": 2, "keep_checkpoints": 9}
+        config["model"] = {"pretrained": str(mixture(folder / "model", kind)), "balance_experts": AMOUNT}
+        rows = list(datasets.load_from_disk(folder / "rows"))
+        order = shuffled(config["run"]["seed"], len(rows), 80)
+        plain = []
+
+        def optimizers(model, optim):
+            plain.append(PlainBalance(model))
+            return [*adamw(model, optim), *plain]
+
+        def counted_loss(model, some):
+            width = max(len(row["input_ids"]) for row in some)
+            learned = [[label != -100 for label in row["labels"][1:]] for row in some]
+            plain[0].is_target = torch.tensor([row + [False] * (width - len(row)) for row in learned])
+            return summed_loss(model, some)
+
+        rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
+        did = train_reference(config, rows_of, summed_loss=counted_loss, optimizers=optimizers)
+        did.model.save_pretrained(folder / "end")
+        did.weights = load_file(folder / "end" / "model.safetensors")
+        return config, did, plain[0].overload
+
+    return result
+
+
+def check(truth, kind: str, done: Done) -> None:
+    _, did, overload = truth(kind)
+    did.check(done)
+    assert done.logged("train/expert_overload") == pytest.approx(overload, rel=1e-6)
+    assert overload[-1] < 0.8 * overload[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_plain_loop(truth, tmp_path, kind):
+    check(truth, kind, run(tmp_path, truth(kind)[0], "--batch.max_micro_batch_size", 3))
+
+
+WAYS = {
+    "DDP": ("multi_gpu", 3, {}, ("--model.gradient_checkpointing", "true")),  # Two of them have no fourth row.
+    "FSDP2": ("fsdp2", 2, {}, ("--model.gradient_checkpointing", "selective", "--model.chunked_loss", "true")),
+    "experts": ("fsdp2", 4, {}, ("--model.expert_ranks", 2)),
+    "SP": ("multi_gpu", 4, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, ()),
+    "CP": ("fsdp2", 2, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, ()),
+    "compiled": ("multi_gpu", 2, {}, ("--model.compile", "regional")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_is_the_run_of_one_process(truth, tmp_path, way):
+    launcher, processes, environment, settings = WAYS[way]
+    how = {"launcher": launcher, "processes": processes, "env": environment, "script": SCRIPT, "warm": True}
+    limit = "--batch.max_micro_batch_size", 1
+    options = "--mixed_precision", "no"
+    done = launch(tmp_path, truth("glm4_moe")[0], *limit, *settings, **how, options=options)
+    check(truth, "glm4_moe", done)
+    config, did, _ = truth("glm4_moe")
+    again = run(tmp_path, config, *resume_from(done, 4), "--run.output_dir", tmp_path / "again")
+    check_continued(again, did, 4)
+
+
+def test_a_skipped_step_moves_nothing(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "glm4_moe"))
+    balance = ExpertBalance(model, AMOUNT, torch.device("cpu"))
+    balance.load = torch.arange(8).repeat(2, 1)
+    before = [buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)]
+    for is_skipped, moves in (True, [0.0] * 8), (False, [AMOUNT] * 4 + [-AMOUNT] * 4):
+        balance.update(torch.tensor(is_skipped))
+        after = [buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)]
+        for old, new in zip(before, after, strict=True):
+            torch.testing.assert_close(new - old, torch.tensor(moves))
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ({}, "a llama has no routers with biases, as DeepSeek-V3 has them; leave it out"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "an adapter does not hold the biases of routers; leave it out"),
+    ],
+    ids=["no experts", "model.lora"],
+)
+def test_refused(tmp_path, model, message):
+    config = tiny_config(tmp_path)
+    config["model"] |= model | {"balance_experts": 0.001}
+    assert f"error: model.balance_experts: {message}" in run(tmp_path, config, expect=2).output
