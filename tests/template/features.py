@@ -658,8 +658,11 @@ def without_tests(script: str, gone: Iterable[str]) -> str:
     return "\n".join(kept) + "\n"
 
 
-def take_out(root: Path, features: list[str]) -> House:
-    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests."""
+def take_out(root: Path, features: list[str], schema: bool = True) -> House:
+    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests.
+
+    Its schema.json takes longer than all the rest: a process that imports the script makes it.
+    """
     before = House(read(root, *SOURCE))
     after = without(before.sources, features)
     words = [word for feature in features for word in WORDS.get(feature, [])]
@@ -673,9 +676,10 @@ def take_out(root: Path, features: list[str]) -> House:
         script.write_text(without_tests(script.read_text(), paths))
     for path in (root / "configs").glob("*.yaml"):
         path.write_text(without_settings(path.read_text(), after.switched_off))
-    schema = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"
-    made = subprocess.run([sys.executable, "-c", schema], cwd=root, capture_output=True, text=True, check=True)
-    (root / "configs/schema.json").write_text(made.stdout)
+    if schema:
+        program = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"
+        made = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+        (root / "configs/schema.json").write_text(made.stdout)
     for feature in features:
         for path, (old, new) in REWORDED.get(feature, {}).items():
             text = (root / path).read_text()

@@ -68,12 +68,15 @@ class Tests:
 
     def prune(self) -> dict[str, str]:
         self.drop_arguments()
-        before = None
+        before, known = None, {}
         while before != self.house.texts:
             before = dict(self.house.texts)
             for file in list(self.house.trees):
                 self.lose_imports(file)
-                edits = []
+                now = self.house.texts[file], set(self.lost[file])
+                if known.get(file) == now:
+                    continue
+                known[file], edits = now, []
                 for statement in self.house.trees[file].body:
                     edits += self.pruned(statement)
                 if edits:

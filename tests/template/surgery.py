@@ -136,6 +136,7 @@ class House:
 
     def __init__(self, sources: dict[str, str], strict: bool = True):
         self.texts = {file: source.encode() for file, source in sources.items()}  # Columns of a tree count bytes.
+        self.first = sources
         self.strict = strict
         self.skipped = []
         self.harmless = set()  # Those of them that do not change what a run learns.
@@ -145,7 +146,11 @@ class House:
         self.trees, self.lines, self.starts, self.nodes_of = {}, {}, {}, {}
         for file in self.texts:
             self.parse(file)
-        self.never_used = set(self.unused())
+
+    @functools.cached_property
+    def never_used(self) -> set[str]:
+        """What nobody uses even in the house as it was at first."""
+        return set(House(self.first).unused())
 
     @property
     def sources(self) -> dict[str, str]:
