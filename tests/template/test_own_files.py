@@ -31,7 +31,7 @@ def fork(tmp_path):
 
 def pytest_in(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *words],
         cwd=folder,
         capture_output=True,
         text=True,
