@@ -1083,7 +1083,7 @@ def test_advice_leaves_out_what_the_launch_would_refuse(monkeypatch):
 
 def test_advice_leaves_out_what_a_model_cannot():
     """The layers of GPT-OSS write into what `model.gradient_checkpointing: selective` would keep."""
-    model = LLAMA | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = LLAMA | {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = memory_config(architecture=model, attention="eager")
     config = config.model_copy(update={"perf": Perf(device_memory_gib=1e-6)})
     said = what_fits(planned(config, 1), planned_model(config))
