@@ -658,11 +658,15 @@ def without_tests(script: str, gone: Iterable[str]) -> str:
     return "\n".join(kept) + "\n"
 
 
-def take_out(root: Path, features: list[str], schema: bool = True) -> House:
-    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests.
+def write_schema(root: Path) -> None:
+    """Let configs/schema.json have the settings that are left. A process that imports the script makes it."""
+    schema = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"
+    made = subprocess.run([sys.executable, "-c", schema], cwd=root, capture_output=True, text=True, check=True)
+    (root / "configs/schema.json").write_text(made.stdout)
 
-    Its schema.json takes longer than all the rest: a process that imports the script makes it.
-    """
+
+def take_out(root: Path, features: list[str]) -> House:
+    """Change a tree of files: rooms and lines, settings, configs and launcher files, tests; all but the schema."""
     before = House(read(root, *SOURCE))
     after = without(before.sources, features)
     words = [word for feature in features for word in WORDS.get(feature, [])]
@@ -676,10 +680,6 @@ def take_out(root: Path, features: list[str], schema: bool = True) -> House:
         script.write_text(without_tests(script.read_text(), paths))
     for path in (root / "configs").glob("*.yaml"):
         path.write_text(without_settings(path.read_text(), after.switched_off))
-    if schema:
-        program = "import json, train; print(json.dumps(train.Settings.model_json_schema(), indent=2))"
-        made = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-        (root / "configs/schema.json").write_text(made.stdout)
     for feature in features:
         for path, (old, new) in REWORDED.get(feature, {}).items():
             text = (root / path).read_text()
@@ -698,5 +698,6 @@ if __name__ == "__main__":
         sys.exit(f"no feature: {', '.join(unknown)}; without a name, this lists them")
     if sys.argv[1:]:
         take_out(ROOT, sys.argv[1:])
+        write_schema(ROOT)
     else:
         print(*FEATURES, sep="\n")

@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import forks
 import pytest
-from features import FEATURES, FILES, SOURCE, take_out, without, without_tests
+from features import FEATURES, FILES, SOURCE, take_out, without, without_tests, write_schema
 from helpers import ROOT, Done, difference, run, tiny_config, write_config
 from safetensors.torch import load_file
 from surgery import DEFINITIONS, FUNCTIONS, House, constant, read, write
@@ -112,7 +112,7 @@ def test_the_run_is_the_same_without(whole, tmp_path, monkeypatch, case):
     """The tests that are left use no name that is gone, and pytest can collect them."""
     config, expected = whole
     forks.copy(tmp_path / "fork")
-    rest = take_out(tmp_path / "fork", CASES[case], schema=False)
+    rest = take_out(tmp_path / "fork", CASES[case])
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path / "fork"], check=True
     )
@@ -189,9 +189,10 @@ def test_a_fork_passes_its_suite(tmp_path, features):
     forks.copy(fork)
     whole = House(read(fork, "tests"))
     take_out(fork, features)
+    write_schema(fork)
     if features != GROUPS[0]:
         forks.copy(bare)
-        take_out(bare, GROUPS[0], schema=False)
+        take_out(bare, GROUPS[0])
         known, left = alike(whole, House(read(bare, "tests"))), House(read(fork, "tests"))
         tests = [one for one in left.nodes if isinstance(one, FUNCTIONS) and (one.file, one.name) in known]
         left.edit([(*left.line_span(one), "") for one in tests])
