@@ -256,7 +256,7 @@ def has_drawn_rows(setup: Setup) -> bool:
         batch = setup.collate(data.read_rows(data.rows_at(0, 8)), device, setup.joined)
         found = [leaf for leaf in tree_leaves((batch, getattr(batch, "__dict__", None))) if torch.is_tensor(leaf)]
         found = [leaf for leaf in found if leaf.layout == torch.strided and not leaf.is_nested]
-        return [leaf.flatten().view(torch.uint8) for leaf in found]  # In bytes, nan is equal to nan.
+        return [leaf.unsqueeze(-1).contiguous().view(torch.uint8) for leaf in found]  # In bytes, nan is equal to nan.
 
     differ = not all(map(torch.equal, tensors(), tensors()))
     told = setup.parallel.sum_over_ranks({"differ": torch.tensor(float(differ), device=device)})
