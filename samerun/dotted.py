@@ -48,12 +48,15 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
-    """What flatten() makes such names of, if no key of a dictionary has a dot."""
+    """What flatten() makes such names of, if no key of a dictionary has a dot.
+
+    Raises TypeError or AttributeError where a key has one, and its beginning is a key, too.
+    """
     nested = {}
-    for name, value in flat.items():
+    for name in sorted(flat, key=lambda name: name.count(".")):
         *parents, last = name.split(".")
         inner = nested
         for parent in parents:
             inner = inner.setdefault(parent, {})
-        inner[last] = value
+        inner[last] = flat[name]
     return nested

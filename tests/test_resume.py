@@ -541,6 +541,18 @@ def test_a_folder_that_another_run_has_by_now(tmp_path, monkeypatch, log_every):
     }
 
 
+def test_a_folder_without_its_lock(tmp_path, monkeypatch):
+    """Somebody has cleaned it of hidden files. The run goes on."""
+    train_step = train.train_step
+
+    def cleaned(setup, *more):
+        (tmp_path / "run" / ".lock").unlink(missing_ok=True)
+        return train_step(setup, *more)
+
+    monkeypatch.setattr(train, "train_step", cleaned)
+    assert run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5).status["status"] == "finished"
+
+
 def test_extended(again, tmp_path):
     """A finished run may be made longer; the schedule is then that of the longer run, which is said."""
     config, before = again
@@ -687,10 +699,11 @@ class OptimWithParts(Optim):
     ids=["section", "dict", "list", "tuple"],
 )
 def test_the_rate_of_before_by_settings_that_have_parts(capsys, settings, rate_of):
-    """Of a fork. The manifest has their names with dots."""
+    """Of a fork. The manifest has their names with dots, a list for a tuple, and settings that are gone."""
     before, now = (OptimWithParts.model_validate({**settings, "learning_rate": rate}) for rate in (0.3, 0.1))
     setup = SimpleNamespace(config=SimpleNamespace(optim=now), max_steps=9)
-    manifest = {"config": flatten({"optim": before.model_dump()}), "max_steps": 9}
+    settings = json.loads(json.dumps(flatten({"optim": before.model_dump()}))) | {"optim.that_is_gone": 1}
+    manifest = {"config": settings, "max_steps": 9}
     for rate, told in (0.3, "Step 5 had a learning rate of 0.15; on this"), (0.1, None):
         manifest["config"]["optim.learning_rate"] = rate
         say_if_rate_differs(setup, 5, manifest, lambda optim, step, length, peak: peak * rate_of(optim))
@@ -698,7 +711,11 @@ def test_the_rate_of_before_by_settings_that_have_parts(capsys, settings, rate_o
         assert told in said if told else not said
 
 
-@pytest.mark.parametrize("factors", [{"a": "not a number"}, {"a": 1.0, "a.b": 0.5}], ids=["other type", "dotted keys"])
+@pytest.mark.parametrize(
+    "factors",
+    [{"a": "not a number"}, {"a": 1.0, "a.b": 0.5}, {"a.b": 0.5, "a": 1.0}, {"a": 1.0, "a.b.c": 0.5}],
+    ids=["other type", "dotted key", "dotted key first", "two dots"],
+)
 def test_a_rate_of_before_that_is_not_known(capsys, factors):
     """It may be one of other code, in which the setting had another type."""
     now = OptimWithParts(learning_rate=0.1)

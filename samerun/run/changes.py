@@ -215,7 +215,7 @@ def say_if_rate_differs(setup: Setup, step: int, manifest: dict[str, Any], learn
         # Settings of a fork that are newer than the manifest had their defaults.
         known = {name: theirs[name] for name in theirs.keys() & type(now).model_fields}
         before = type(now).model_validate(known, strict=False)  # A tuple was written as a list.
-    except (ValidationError, TypeError):  # This code would have refused them, or a key of a dictionary has a dot.
+    except (ValidationError, TypeError, AttributeError):  # This code would refuse them, or a key has a dot.
         return
     was = learning_rate_at(before, step, manifest.get("max_steps", step), before.learning_rate)
     would_be = learning_rate_at(now, step, setup.max_steps, now.learning_rate)
