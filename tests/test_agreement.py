@@ -390,11 +390,15 @@ def test_launch_is_recorded(config, tmp_path, monkeypatch):
 
 
 def test_other_libraries_are_told(config, tmp_path, monkeypatch):
-    """They may compute something else, too."""
+    """They may compute something else. On any layout the run is the same, and of the code, the files are compared."""
     run(tmp_path, config, "--run.max_steps", 5)
     version = datasets.__version__
     monkeypatch.setattr(datasets, "__version__", "1.2.3")
     changed = run(tmp_path, config, "--run.max_steps", 6)
+    path = changed.folder / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["launch"]["layout"] = manifest["versions"]["git"] = "another"
+    path.write_text(json.dumps(manifest))
     again = run(tmp_path, config, "--run.max_steps", 7)
     assert f"The launch is not as before: datasets {version} in the checkpoint, 1.2.3 now.\n" in changed.output
     assert "is not as before" not in again.output

@@ -476,15 +476,24 @@ def test_a_source_that_comes_later_is_allowed_by_its_name(tmp_path):
     assert "Earlier steps had" not in done.output  # No source that was there has other rows.
 
 
+def test_a_source_that_is_gone_leaves_the_others_their_rows(tmp_path):
+    config, _ = mixed_config(tmp_path)
+    run(tmp_path, config, "--run.max_steps", 5)
+    del config["data"]["sources"]["math"]
+    done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data.sources.math, data fingerprint]")
+    assert "Earlier steps had other weights" in done.output and "Earlier steps had other rows" not in done.output
+
+
 def test_the_source_with_other_rows_is_named(tmp_path):
     config, _ = mixed_config(tmp_path)
     run(tmp_path, config, "--run.max_steps", 5)
     shutil.rmtree(tmp_path / "math")
     write_rows(tmp_path / "math", make_rows([9] * SIZES["math"], seed=7))
-    refused = run(tmp_path, config, "--run.max_steps", 6, expect=2)
+    refused = run(tmp_path, config, "--run.max_steps", 6, "--optim.adam_eps", 0.1, expect=2)
     assert re.search(
         r"data fingerprint: \d+ in the checkpoint, \d+ now\. Sources with other rows: math\n", refused.output
     )
+    assert refused.output.count("Sources with other rows") == 1
     done = run(tmp_path, config, "--run.max_steps", 6, "--run.allow_changes", "[data fingerprint]")
     assert "The run goes on 50 rows after the beginning of the new ones" in done.output
 
@@ -523,6 +532,8 @@ def test_a_run_that_becomes_a_mixture_says_that_rows_may_come_again(tmp_path):
     assert "rows may be" not in run(tmp_path, config, *batch, *allowed, "--run.max_steps", 9).output
     seed = "--run.seed", 9, "--run.allow_changes", "[run.seed]"
     assert "The run goes on 45 rows" in run(tmp_path, config, *batch, *mixture, *seed, "--run.max_steps", 10).output
+    back = "--run.seed", 9, "--run.max_steps", 11, "--run.allow_changes", "[data.path, data.sources, data fingerprint]"
+    assert "The run goes on 50 rows" in run(tmp_path, config, *batch, *back).output
 
 
 A = {"path": "x", "weight": 1}
