@@ -518,9 +518,10 @@ def test_a_signal_while_a_folder_is_waited_for(tmp_path, monkeypatch, seconds):
     assert done.output.endswith("Stopped by SIGTERM; the same command continues.\n")
 
 
-@pytest.mark.parametrize("log_every", [1, 100])
-def test_a_folder_that_another_run_has_by_now(tmp_path, monkeypatch, log_every):
-    """Somebody deletes it while the run goes on, and starts another one there: that alone writes into it."""
+@pytest.mark.parametrize("first", ["log_every", "save_every"])
+def test_a_folder_that_another_run_has_by_now(tmp_path, monkeypatch, first):
+    """Somebody deletes it while the run goes on, and starts another one there: that alone writes into it, be it a log
+    line or a checkpoint that would be the next."""
     folder, train_step = tmp_path / "run", train.train_step
 
     def replaced(setup, batch, *more):
@@ -532,7 +533,8 @@ def test_a_folder_that_another_run_has_by_now(tmp_path, monkeypatch, log_every):
         return train_step(setup, batch, *more)
 
     monkeypatch.setattr(train, "train_step", replaced)
-    done = run(tmp_path, tiny_config(tmp_path), "--run.max_steps", 5, "--run.log_every", log_every, expect=2)
+    settings = "--run.max_steps", 5, "--run.log_every", 100, f"--run.{first}", 4
+    done = run(tmp_path, tiny_config(tmp_path), *settings, expect=2)
     assert [line for line in done.output.splitlines() if line.startswith("error:")] == [
         f"error: run.output_dir {folder} was replaced, and another run uses it; this one has ended"
     ]
