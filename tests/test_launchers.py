@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -32,6 +33,7 @@ from helpers import (
 
 from samerun.errors import UserError
 from samerun.parallel.fsdp import names_of_layers, whole_embeddings
+from samerun.run.setup import check_same_layers
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
 FLOAT32 = "--mixed_precision", "no"
@@ -327,6 +329,15 @@ def test_layers_that_are_left_out_by_chance_are_refused(tmp_path, launcher):
     config["model"] = {"architecture": shape | {"layerdrop": 0.5}}
     output = launch(tmp_path, config, launcher, expect=2, warm=True).output
     assert "error: model: layerdrop 0.5: ranks would leave out different layers" in output
+
+
+@pytest.mark.parametrize("layerdrop, processes", [(0.0, 2), (0.5, 1)])
+def test_layers_that_all_ranks_compute_are_not_refused(layerdrop, processes):
+    """Nor those that one process alone leaves out."""
+    found = transformers.OPTConfig(hidden_size=8, word_embed_proj_dim=8, ffn_dim=8, num_attention_heads=1, vocab_size=9)
+    found.layerdrop = layerdrop
+    parallel = SimpleNamespace(layout=SimpleNamespace(processes=processes))
+    check_same_layers(SimpleNamespace(model=transformers.OPTForCausalLM(found), parallel=parallel))
 
 
 @pytest.mark.slow

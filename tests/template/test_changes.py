@@ -34,7 +34,7 @@ from samerun.optim import first_update
 from samerun.parallel.state import local_tensor
 from samerun.run.changes import may_change
 from samerun.run.checkpoint import check_same_state
-from samerun.run.setup import has_chance
+from samerun.run.setup import has_chance, has_dropout
 
 STEPS, Z = 8, 0.01
 TOKEN_LOSS = f"""
@@ -561,6 +561,7 @@ def test_settings_that_a_model_of_ones_own_ignores(task, tmp_path, monkeypatch, 
         monkeypatch.setattr(train, "check_model", lambda *_: (False, False))  # It is for text.
     output = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0, f"--model.{setting}", value).output
     assert (f"\nmodel.{setting} seems to be ignored: {told}.\n" in output) != is_heeded
+    assert output.count("seems to be ignored") == (not is_heeded)
 
 
 @pytest.mark.parametrize("settings", [{}, {"config": SimpleNamespace(n_layer=1)}], ids=["no config", "another"])
@@ -630,6 +631,11 @@ def test_dropout_in_an_adapter_of_a_fork_is_told(task, tmp_path, monkeypatch, mi
     settings = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--batch.max_micro_batch_size", micro_batch
     told = run(tmp_path, config, *settings, "--model.lora", adapter).output
     assert ("\nDropout is on, or other chance: this run is the same only" in told) == bool(lora_dropout)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_dropout_that_is_off_is_not_told(share):
+    assert has_dropout(torch.nn.Sequential(torch.nn.Dropout(share))) == bool(share)
 
 
 @pytest.mark.slow
