@@ -582,12 +582,13 @@ def test_rows_that_are_drawn_anew_are_told(task, tmp_path, monkeypatch, micro_ba
     collate = train.collate
 
     def masked(rows, *more):
-        """By a coin for each row, and beside something that torch cannot compare, and something of another stride."""
+        """By a coin for each row but two, and beside what torch cannot compare, and something of another stride."""
         rows = [row.copy() for row in rows]
-        for row in rows:
+        for row in rows[2:]:
             row[0, 0] = 3 if torch.rand(()) < 0.5 else row[0, 0]
         batch = OwnBatch(**vars(collate(rows, *more)))
         object.__setattr__(batch, "sparse", torch.eye(2).to_sparse())
+        object.__setattr__(batch, "nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
         object.__setattr__(batch, "labels", batch.targets[:, 0])
         return batch
 
