@@ -279,11 +279,17 @@ def test_a_gpu_is_used_if_there_is_one(tmp_path, monkeypatch, there_is_one):
 
 
 @pytest.mark.parametrize(
-    "precision, has_units, is_said", [("bf16", False, True), ("bf16", True, False), ("fp16", False, False)]
+    "device, precision, has_units, is_said",
+    [
+        ("cuda", "bf16", False, True),
+        ("cuda", "bf16", True, False),
+        ("cuda", "fp16", False, False),
+        ("cpu", "bf16", False, False),
+    ],
 )
-def test_a_gpu_that_only_emulates_bf16(monkeypatch, capsys, precision, has_units, is_said):
+def test_a_gpu_that_only_emulates_bf16(monkeypatch, capsys, device, precision, has_units, is_said):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or has_units)
-    say_if_emulated(SimpleNamespace(mixed_precision=precision, device=CUDA))
+    say_if_emulated(SimpleNamespace(mixed_precision=precision, device=torch.device(device)))
     assert ("This GPU has no units for bf16" in capsys.readouterr().out) == is_said
 
 

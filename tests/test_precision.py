@@ -9,6 +9,7 @@ in bf16 would not change.
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +31,11 @@ from helpers import (
 )
 from safetensors.torch import load_file
 
+from samerun.data.batches import collate
 from samerun.optim import LossScale
+from samerun.run.checkpoint import Progress
+from samerun.run.saver import check_skipped
+from samerun.run.setup import check_documents
 
 RATE, EPSILON = 2e-9, 1e-30
 FLOAT16 = "--mixed_precision", "fp16"
@@ -207,6 +212,19 @@ def test_the_loss_scale_of_fp16():
         assert scale.value is None and not scale.must_repeat(number, infinite)
     # The passes on 4 ranks, over which gradients are averaged, multiply by 4 themselves.
     assert LossScale("fp16", 4).of_passes(0.1) == 2**8 and LossScale("bf16", 4).of_passes(0.1) == 0.1
+
+
+@pytest.mark.parametrize("precision, is_said", [("fp16", True), ("bf16", False)])
+def test_numbers_that_no_loss_scale_mends(monkeypatch, precision, is_said):
+    """A model whose loss is too large for fp16, before the first step and in it."""
+    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_: {"loss": math.inf})
+    setup, guard = mock.Mock(collate=collate, vocabulary=384), mock.Mock(max_skipped_steps=0)
+    setup.accelerator.mixed_precision, setup.folder.checkpoints = precision, Path("none")
+    guard.read.return_value = 1, 1
+    for check in lambda: check_documents(setup), lambda: check_skipped(setup, guard, mock.Mock(), Progress(step=1)):
+        with pytest.raises(Exception) as told:
+            check()
+        assert ("; fp16 has no numbers above 65,504; use bf16, or no" in str(told.value)) == is_said
 
 
 @needs_torchao
