@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -509,6 +510,17 @@ def test_a_signal_while_a_rank_waits_for_a_late_one(slow, tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     assert "Stopped by SIGTERM before the first step" in outputs[0]
     assert Done(0, "", tmp_path / "run").status == {"status": "stopped", "step": 0}
+
+
+def test_ranks_make_a_group_once_none_of_them_would_leave(monkeypatch):
+    """They wait for a late one before that, and for each other after it."""
+    seen = []
+    monkeypatch.setattr("samerun.run.launch.new_host_group", lambda _: seen.append("group"))
+    meeting = SimpleNamespace(wait_for_all=lambda: seen.append(StopSignal.raises))
+    stop = StopSignal()
+    stop.raise_at_signals()
+    stop.stop_after_steps(None, meeting)
+    assert seen == [True, False, "group"]
 
 
 @pytest.mark.parametrize("signalled", [True, False])

@@ -5,6 +5,7 @@ Those for GPUs run here on CPU processes, see wrapper_cpu_as_gpu.py, in float32,
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import time
@@ -31,6 +32,7 @@ from helpers import (
     tiny_model,
 )
 
+from samerun import early
 from samerun.errors import UserError
 from samerun.parallel.fsdp import names_of_layers, whole_embeddings
 from samerun.run.setup import check_same_layers
@@ -431,3 +433,10 @@ def test_a_command_in_a_notebook(tmp_path):
     short, notebook = ("--run.max_steps", 2, "--optim.warmup_steps", 0), {"MPLBACKEND": "module://of_a_notebook"}
     done = helpers.launch(tmp_path, tiny_config(tmp_path), *short, processes=None, env=notebook)
     assert (done.folder / "curves.png").exists(), done.output
+
+
+def test_a_notebook_keeps_its_backend(monkeypatch):
+    """By which it shows pictures, when it imports train.py."""
+    monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook")
+    early.begin(is_script=False)
+    assert os.environ["MPLBACKEND"] == "module://of_a_notebook"

@@ -201,12 +201,16 @@ def test_a_loss_in_chunks_has_the_loss_scale_of_fp16(tmp_path, case):
 def test_the_loss_scale_of_fp16():
     number, infinite = torch.tensor(1.0), torch.tensor(math.inf)
     scale = LossScale("fp16")
+    assert not scale.must_repeat(number, number)  # One good step before those that are too large.
     assert [scale.must_repeat(number, infinite) for _ in range(3)] == [True] * 3 and scale.value == 2**7
     assert [scale.must_repeat(number, number) for _ in range(999)] == [False] * 999 and scale.value == 2**7
     assert not scale.must_repeat(number, number) and scale.value == 2**8
     assert not scale.must_repeat(infinite, infinite) and scale.value == 2**8  # A scale cannot mend a loss.
     assert [scale.must_repeat(number, infinite) for _ in range(19)] == [True] * 18 + [False]
     assert scale.value == 2**10  # None was small enough.
+    for _ in range(11_000):
+        scale.must_repeat(number, number)
+    assert scale.value == 2**20  # A larger one would soon be too large.
     for precision in "no", "bf16", "fp8":
         scale = LossScale(precision)
         assert scale.value is None and not scale.must_repeat(number, infinite)

@@ -659,8 +659,9 @@ def test_what_is_not_asked_of_rows_of_ones_own(task, tmp_path, monkeypatch):
     settings = "--run.max_steps", 1, "--optim.warmup_steps", 0
     run(tmp_path, config, *settings, "--batch.max_micro_batch_size", 1)
     monkeypatch.setattr("samerun.run.setup.check_no_rows", lambda *_: None)
-    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_, **__: {"loss": float("inf")})
-    run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "again")
+    monkeypatch.setattr("samerun.run.setup.sums_in", lambda *_, **__: {"loss": math.nan})  # Not equal to itself.
+    output = run(tmp_path, config, *settings, "--run.output_dir", tmp_path / "again").output
+    assert "Dropout is on, or other chance" not in output
 
 
 def test_a_loss_that_draws_random_numbers_is_accepted(task, tmp_path, monkeypatch):
