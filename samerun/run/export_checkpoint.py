@@ -300,11 +300,8 @@ def whole_model(config: Config, tokenizer: Any, saved: SavedWeights, dtype: torc
 def adapter_weights(model: torch.nn.Module, saved: SavedWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What the export of an adapter is made of. A weight with several names is everywhere by the first of them."""
     parameters, weights = dict(model.named_parameters()), {}
-    for name in names_of_adapter(model):
-        if name in saved.found:
-            weights[name] = saved.read(name).to(dtype)
-        elif not parameters[name].is_meta:
-            weights[name] = parameters[name].detach().to(dtype)
+    for name in names_of_adapter(model):  # peft saves none of those that are still on the meta device.
+        weights[name] = (saved.read(name) if name in saved.found else parameters[name].detach()).to(dtype)
     buffers = dict(model.named_buffers()).keys()  # Checkpoints have those of the model below, too.
     missing = saved.found.keys() - parameters.keys() - buffers
     require(not missing, f"{saved.checkpoint} is of another model: it has {min(missing, default='')}")
