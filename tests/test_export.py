@@ -189,6 +189,7 @@ def test_what_a_rank_has_written_is_on_the_disk(tmp_path, monkeypatch):
         ("auto", None, "no", "float32"),
         ("auto", None, "bf16", "bfloat16"),
         ("auto", None, "fp8", "bfloat16"),
+        ("auto", None, "fp16", "float16"),
         ("auto", "bfloat16", "no", "bfloat16"),
         ("auto", "float16", "bf16", "float16"),
         ("auto", "float32", "bf16", "float32"),
@@ -226,6 +227,28 @@ def test_the_type_of_a_model_of_another_task(tmp_path, saved):
     (tmp_path / "config.json").write_text(json.dumps(found))
     config = Config.model_construct(run=Run(), model=Model(pretrained=str(tmp_path)))
     assert export_dtype(config, "no") == getattr(torch, saved)
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_the_type_of_a_model_with_code_of_its_own(tmp_path):
+    """Its class is not one of transformers (model.trust_remote_code)."""
+    family("llama").bfloat16().save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    found = json.loads((tmp_path / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    found |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    del found["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    model = Model(pretrained=str(tmp_path), trust_remote_code=True)
+    assert export_dtype(Config.model_construct(run=Run(), model=model), "no") == torch.bfloat16
 
 
 def test_numbers_that_count_keep_their_type():

@@ -663,13 +663,16 @@ def test_lora_of_a_tied_model_in_shards(tmp_path, trained):
     assert adapters(done).keys() == adapters(one).keys() and difference(adapters(done), adapters(one)) < 1e-5
 
 
-@pytest.mark.parametrize("trained", [["embed_tokens", "lm_head"], ["norm", "mlp"]])
-def test_lora_trains_whole_modules_in_float32(tmp_path, trained):
-    """Beside frozen weights in bf16, where most updates of a weight in bf16 would be rounded away."""
+@pytest.mark.parametrize(
+    "trained, dtype",
+    [(["embed_tokens", "lm_head"], "bfloat16"), (["norm", "mlp"], "bfloat16"), (["norm", "mlp"], "float16")],
+)
+def test_lora_trains_whole_modules_in_float32(tmp_path, trained, dtype):
+    """Beside frozen weights in 16 bits, where most updates of a weight in 16 bits would be rounded away."""
     config = tiny_config(tmp_path)
-    config["model"] |= {"dtype": "bfloat16", "lora": {"r": 2, "modules_to_save": trained}}
+    config["model"] |= {"dtype": dtype, "lora": {"r": 2, "modules_to_save": trained}}
     done = run(tmp_path, config, "--run.max_steps", 10)
-    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16).state_dict()
+    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=dtype).state_dict()
     saved = {name: weight for name, weight in adapters(done).items() if "lora" not in name}
     assert saved and {weight.dtype for weight in saved.values()} == {torch.float32}
     for name, weight in saved.items():

@@ -21,6 +21,7 @@ from samerun.model.attention import (
     has_flash,
     piece_of,
 )
+from samerun.model.checks import states_of_chance
 from samerun.parallel.mesh import Parallelism
 from samerun.run.agreement import launcher_settings
 from samerun.run.launch import reseed, say_if_emulated, start_accelerator
@@ -260,6 +261,16 @@ def test_seeds_are_the_same_with_and_without_a_gpu(monkeypatch):
         reseed(7)
         numbers.append(torch.rand(3).tolist())
     assert numbers[0] == numbers[1]
+
+
+def test_chance_on_a_gpu_is_seen(monkeypatch):
+    numbers = torch.zeros(2)
+    module = SimpleNamespace(get_rng_state=numbers.clone)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: {CUDA: module}[device])
+    before = states_of_chance(CUDA)
+    assert states_of_chance(CUDA) == before
+    numbers += 1
+    assert states_of_chance(CUDA) != before
 
 
 @pytest.mark.parametrize("there_is_one", [True, False])
