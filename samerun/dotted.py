@@ -33,7 +33,7 @@ def config_fields(kind: type[BaseModel]) -> dict[str, Any]:
 def flat_settings(config: BaseModel) -> dict[str, Any]:
     """The value of every setting by its dotted path, as it is read from JSON: a list for a tuple, a text for a Path."""
     flat = flatten(config.model_dump())
-    return {name: to_jsonable_python(value, inf_nan_mode="constants") for name, value in flat.items()}
+    return {name: to_jsonable_python(value) for name, value in flat.items()}
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
