@@ -522,6 +522,18 @@ def test_memory_of_weights_gradients_and_moments():
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
+def test_memory_in_fp16_is_that_in_bf16(monkeypatch, is_sharded):
+    if is_sharded:
+        set_fsdp2(monkeypatch)
+    found = []
+    for precision in "bf16", "fp16", "no":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        TRACED.clear()
+        found.append(memory_of(4))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
 def test_memory_of_a_teacher(monkeypatch, is_sharded):
     """The loss of a fork may ask one. Each rank has it whole, however the model is divided."""
     if is_sharded:

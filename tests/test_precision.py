@@ -9,6 +9,7 @@ in bf16 would not change.
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -33,6 +34,7 @@ from safetensors.torch import load_file
 
 from samerun.data.batches import collate
 from samerun.optim import LossScale
+from samerun.parallel.fsdp import precision_policy
 from samerun.run.checkpoint import Progress
 from samerun.run.saver import check_skipped
 from samerun.run.setup import check_documents
@@ -216,6 +218,14 @@ def test_the_loss_scale_of_fp16():
         assert scale.value is None and not scale.must_repeat(number, infinite)
     # The passes on 4 ranks, over which gradients are averaged, multiply by 4 themselves.
     assert LossScale("fp16", 4).of_passes(0.1) == 2**8 and LossScale("bf16", 4).of_passes(0.1) == 0.1
+
+
+@pytest.mark.parametrize("precision, computes_in", [("no", None), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_the_types_of_fsdp2(precision, computes_in):
+    """Losses alone would not tell: in fp16, autocast would also multiply what FSDP2 has gathered in bf16."""
+    policy = precision_policy(SimpleNamespace(native_amp=precision != "no", mixed_precision=precision))
+    types = (getattr(torch, computes_in), torch.float32) if computes_in else (None, None)
+    assert (policy.param_dtype, policy.reduce_dtype) == types
 
 
 @pytest.mark.parametrize("precision, is_said", [("fp16", True), ("bf16", False)])

@@ -412,7 +412,7 @@ def test_chance_that_is_not_of_torch_is_the_same_in_each_run(task, tmp_path, mon
 
 
 @pytest.mark.parametrize("seldom", [4, 10])
-@pytest.mark.parametrize("generator", [torch.rand, np.random.rand])
+@pytest.mark.parametrize("generator", [torch.rand, np.random.rand, random.expovariate])
 def test_chance_that_two_passes_may_not_show_is_told(task, tmp_path, monkeypatch, generator, seldom):
     """As of a layer that is left out now and then. By such chance, two rows differ in one micro-batch and in two."""
     config, *_ = task
