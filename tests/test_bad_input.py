@@ -1013,7 +1013,13 @@ case(
     "lora rank of no matrix",
     {"model.lora": {"target_modules": ["q_proj"], "rank_pattern": {"qproj": 2}}},
     "model.lora: rank_pattern",
-    "no layer is called qproj; leave it out",
+    "nothing that gets an adapter is called qproj; leave it out",
+)
+case(
+    "lora rank of a matrix without an adapter",
+    {"model.lora": {"target_modules": ["q_proj"], "alpha_pattern": {"k_proj": 2}}},
+    "model.lora: alpha_pattern",
+    "nothing that gets an adapter is called k_proj; leave it out",
 )
 case(
     "lora excludes no matrix",

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import unicodedata
+import warnings
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -570,6 +571,18 @@ def test_lora_of_a_mixture_with_a_pattern():
     adapted = add_lora(transformers.AutoModelForCausalLM.from_config(found), lora)
     ranks = {name: layer.r["default"] for name, layer in adapted.named_modules() if hasattr(layer, "r")}
     assert [name for name, rank in ranks.items() if rank == 2] == [f"base_model.model.{query}"]
+
+
+def test_lora_of_experts_with_a_pattern():
+    """It may name the weights of experts, which are no layers. peft warns that it ignores that, and heeds it."""
+    shape = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    found = transformers.MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=2, **shape)
+    lora = {"r": 3, "target_parameters": ["experts.gate_up_proj"], "rank_pattern": {"experts.gate_up_proj": 4}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        adapted = add_lora(transformers.AutoModelForCausalLM.from_config(found), lora | {"target_modules": ["q_proj"]})
+    ranks = [layer.r["default"] for layer in adapted.modules() if hasattr(layer, "r")]
+    assert sorted(ranks) == [3, 4]
 
 
 @pytest.mark.parametrize("tied, targets", [(False, ["embed_tokens", "lm_head", "q_proj"]), (True, ["wte", "lm_head"])])

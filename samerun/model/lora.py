@@ -23,6 +23,7 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
     layers = [f".{name}" for name, _ in model.named_modules(remove_duplicate=False)]
     with as_user_error("model.lora"), warnings.catch_warnings():
         warnings.filterwarnings("error", NO_EFFECT)
+        warnings.filterwarnings("ignore", "The following .*_pattern keys")  # Also of what peft adds; see check_lora().
         lora = {"task_type": "CAUSAL_LM", **lora, "modules_to_save": as_list(lora.get("modules_to_save")) or None}
         if new_tokens:
             lora.setdefault("trainable_token_indices", rows_of_tokens(model, lora, new_tokens))
@@ -33,16 +34,18 @@ def add_lora(model: torch.nn.Module, lora: dict[str, Any], new_tokens: Sequence[
         found = peft.LoraConfig(**copy.deepcopy(lora))  # peft writes into what it is given.
         check_for_codes(model, found)
         adapted = peft.get_peft_model(model, found)
-        check_lora(lora, found, layers)
+        tuner = adapted.base_model
+        check_lora(lora, found, layers, [*tuner.targeted_module_names, *tuner.targeted_parameter_names])
     learns = lora.get("lora_alpha") != 0 and not lora.get("inference_mode")
     require(learns, "model.lora: its adapters would learn nothing; leave out inference_mode, and a lora_alpha of 0")
     return adapted
 
 
-def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
+def check_lora(lora: dict[str, Any], found: Any, layers: list[str], adapted: list[str]) -> None:
     """Raises UserError for a name that peft has found among no layers, and would leave out without a word.
 
     In `found`, its own config, it has translated the names that the layers of mixtures had in earlier transformers.
+    `adapted`: the names of the layers, and of experts' weights, that have got an adapter.
     """
     for setting, start in ("target_modules", "."), ("modules_to_save", ""):  # Of these, peft takes the end of a name.
         given = [] if isinstance(lora.get(setting), str) else lora.get(setting) or []
@@ -51,8 +54,8 @@ def check_lora(lora: dict[str, Any], found: Any, layers: list[str]) -> None:
         require(not unknown, f"{setting}: no layer is called {', '.join(map(str, unknown))}; leave it out")
     for setting in "rank_pattern", "alpha_pattern":  # peft adds others, which may match nothing.
         for pattern in lora.get(setting) or {}:
-            is_known = any(re.match(rf"(.*\.)?({pattern})$", layer[1:]) for layer in layers)  # As peft reads them.
-            require(is_known, f"{setting}: no layer is called {pattern}; leave it out")
+            is_known = any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)  # As peft reads them.
+            require(is_known, f"{setting}: nothing that gets an adapter is called {pattern}; leave it out")
     given = lora.get("layers_to_transform") or []
     numbers = {part for layer in layers for part in layer.split(".")}
     unknown = [number for number in ([given] if isinstance(given, int) else given) if str(number) not in numbers]
