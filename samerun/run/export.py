@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch.distributed.fsdp import FSDPModule
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 
 from samerun.config import Config
 from samerun.errors import as_user_error, is_main_process
@@ -170,18 +171,7 @@ class SafetensorsFile:
     The format: 8 bytes with the length of a header, the header in JSON, and the tensors, one after the other.
     """
 
-    TYPES = {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    }
+    TYPES = {kind: name for name, kind in str_to_torch_dtype.items()}
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]):
         """`tensors` may be without storage."""
