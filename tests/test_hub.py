@@ -1,6 +1,5 @@
 """run.hub: the model of a run on the Hub, here a small server of this machine."""
 
-import fnmatch
 import json
 import re
 import shutil
@@ -50,16 +49,27 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def contents(changes: list) -> dict[str, bytes]:
+    """What a commit adds."""
+    added = [change for change in changes if isinstance(change, huggingface_hub.CommitOperationAdd)]
+    found = {}
+    for change in added:
+        with change.as_file() as file:
+            found[change.path_in_repo] = file.read()
+    return found
+
+
 @pytest.fixture
 def commits(monkeypatch) -> list[str]:
     """The messages of the commits to a Hub that does nothing else."""
     found, made = [], SimpleNamespace(repo_id="me/tiny")
 
-    def upload_folder(commit_message, **more):
+    def create_commit(name, changes, commit_message):
         found.append(commit_message)
         return SimpleNamespace(repo_url="https://hub/me/tiny")
 
-    api = SimpleNamespace(create_repo=lambda *args, **more: made, upload_folder=upload_folder)
+    api = SimpleNamespace(create_repo=lambda *args, **more: made, create_commit=create_commit)
+    api.list_repo_files = lambda name: []
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     return found
 
@@ -83,12 +93,12 @@ def test_what_the_run_writes_while_it_is_pushed(tmp_path, monkeypatch, commits):
     (run_folder / "curves.png").write_bytes(b"as it was")
     api, sent = huggingface_hub.HfApi(), {}
 
-    def upload_folder(folder_path, **more):
+    def create_commit(name, changes, commit_message):
         (run_folder / "curves.png").write_bytes(b"drawn anew")
-        sent.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+        sent.update(contents(changes))
         return SimpleNamespace(repo_url="https://hub/me/tiny")
 
-    monkeypatch.setattr(api, "upload_folder", upload_folder)
+    monkeypatch.setattr(api, "create_commit", create_commit)
     room.push(run_folder / "model", config, 4)
     assert sent["curves.png"] == b"as it was" and b"| train/loss | 1.5 |" in sent["README.md"]
 
@@ -141,13 +151,15 @@ def test_what_the_hub_gets(tmp_path, monkeypatch):
         got["repository"] = {"repo_id": repo_id, **more}
         return SimpleNamespace(repo_id="me/tiny")
 
-    def upload_folder(folder_path, delete_patterns, **more):
-        got["card"], got["upload"] = (Path(folder_path) / "README.md").read_text(), more
-        for old in "adapter_model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json":
-            assert any(fnmatch.fnmatch(old, pattern) for pattern in delete_patterns)
+    def create_commit(name, changes, commit_message):
+        got["card"], got["commit"] = contents(changes)["README.md"].decode(), [name, commit_message]
+        gone = [change for change in changes if isinstance(change, huggingface_hub.CommitOperationDelete)]
+        got["deleted"] = {change.path_in_repo for change in gone}
         return SimpleNamespace(repo_url="https://hub/me/tiny")
 
-    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    api = SimpleNamespace(create_repo=create_repo, create_commit=create_commit)
+    old = {"adapter_model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    api.list_repo_files = lambda name: [*old, "notes.md", ".gitattributes"]
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     options = {"trackers": ["tensorboard"], "tracker_options": {"tensorboard": {"comment": "a password"}}}
     read = as_read(tmp_path / "run", hub={"repo_id": "tiny"}, **options)
@@ -159,7 +171,7 @@ def test_what_the_hub_gets(tmp_path, monkeypatch):
     card.write_text("by peft")
     room.push(tmp_path / "run" / "model", config, 3)
     assert got["repository"] == {"repo_id": "tiny", "private": True, "exist_ok": True}
-    assert got["upload"] == {"repo_id": "me/tiny", "commit_message": "Step 3"}
+    assert got["commit"] == ["me/tiny", "Step 3"] and got["deleted"] == old
     assert "library_name: peft" in got["card"] and "password" not in got["card"]
     assert re.findall(r"^\| (\S+) \| (\S+) \|$", got["card"], re.M) == [("train/loss", "2.5")]
     assert card.read_text() == "by peft"

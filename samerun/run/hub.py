@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -75,26 +74,18 @@ def push(model: Path, config: Config, step: int) -> None:
     """Let the repository have the files of this folder and a card, in one commit. What it has is not sent again."""
     hub, run = config.run.hub, Path(config.run.output_dir)
     (run / "hub.json").unlink(missing_ok=True)  # From now on, the repository may have another model than it says.
+    model = model.resolve()
+    files = {str(path.relative_to(model)): path for path in model.rglob("*") if path.is_file()}
+    if (run / "curves.png").exists():  # Read now: the run may draw it anew between its checksum and its upload.
+        files["curves.png"] = (run / "curves.png").read_bytes()
+    files["README.md"] = model_card(run, config, step).encode()  # peft has written one, too.
     api = huggingface_hub.HfApi()
-    made = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for path in model.resolve().rglob("*"):
-            link = Path(folder, path.relative_to(model.resolve()))
-            if path.is_dir():  # The Hub's library skips links to folders.
-                link.mkdir()
-            else:
-                link.symlink_to(path)
-        if (run / "curves.png").exists():  # No link: the run may draw it anew between its checksum and its upload.
-            shutil.copyfile(run / "curves.png", Path(folder) / "curves.png")
-        card = Path(folder) / "README.md"
-        card.unlink(missing_ok=True)  # peft writes one.
-        card.write_text(model_card(run, config, step), "utf-8")
-        told = api.upload_folder(
-            repo_id=made.repo_id,
-            folder_path=folder,
-            commit_message=f"Step {step:,}",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # Those of an earlier push.
-        )
+    name = api.create_repo(hub.repo_id, private=hub.private, exist_ok=True).repo_id
+    weights = (".safetensors", ".safetensors.index.json")  # Those of an earlier push may have other names.
+    old = [file for file in api.list_repo_files(name) if file.endswith(weights) and file not in files]
+    changes = [huggingface_hub.CommitOperationDelete(file) for file in old]
+    changes += [huggingface_hub.CommitOperationAdd(file, content) for file, content in files.items()]
+    told = api.create_commit(name, changes, commit_message=f"Step {step:,}")
     say(f"Pushed: step {step:,} to {told.repo_url}")
 
 
