@@ -34,7 +34,7 @@ from samerun.config import Config, Model, Run
 from samerun.errors import UserError
 from samerun.model.tokenizer import byte_tokenizer
 from samerun.run import export
-from samerun.run.export import export_dtype, without_storage, write_weights
+from samerun.run.export import export_dtype, planned_weights, without_storage, write_weights
 from samerun.run.export_checkpoint import SavedWeights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
@@ -114,7 +114,7 @@ def test_files_are_those_of_save_pretrained(tmp_path, shard_size, kind, size, dt
     (tmp_path / "ours").mkdir()
     for rank in 2, 1, 0:
         read = lambda name, ranks, rank=rank: weights[name] if rank in ranks else None  # noqa: E731
-        write_weights(model, without_storage(weights, dtype), read, tmp_path / "ours", rank, ranks=3)
+        write_weights(model, planned_weights(model, weights, dtype), read, tmp_path / "ours", rank, ranks=3)
     for path in (tmp_path / "ours").glob("*.safetensors"):  # Where the numbers begin, as there.
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     saved = {name for file in contents(tmp_path / "theirs").values() for name in file}
@@ -251,9 +251,31 @@ def test_the_type_of_a_model_with_code_of_its_own(tmp_path):
     assert export_dtype(Config.model_construct(run=Run(), model=model), "no") == torch.bfloat16
 
 
+def test_what_transformers_has_in_float32_is_written_so(tmp_path):
+    """The biases of a router have steps of 0.001, which are rounded away in bf16."""
+    config, kept = tiny_config(tmp_path), "e_score_correction_bias"
+    model = family("glm4_moe", num_hidden_layers=2, n_routed_experts=4, moe_intermediate_size=16)
+    for name, buffer in model.named_buffers():
+        if name.endswith(kept):
+            buffer += 0.501
+    model.save_pretrained(tmp_path / "start")
+    short = "--run.max_steps", 2, "--optim.warmup_steps", 0, "--run.export_dtype", "bfloat16"
+    done = run(tmp_path, config, *short)
+    words = "--config", tmp_path / "config.yaml", *short, "--export", "last", "--to", tmp_path / "to"
+    assert train.main([*map(str, words)]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(done.folder / "model", dtype="auto")
+    loaded.save_pretrained(tmp_path / "again")
+    for folder in "run/model", "to":
+        assert_same_weights(tmp_path / folder, tmp_path / "again")
+    assert loaded.dtype == torch.bfloat16
+    biases = [buffer for name, buffer in loaded.named_buffers() if name.endswith(kept)]
+    assert biases and all(torch.equal(bias, torch.full_like(bias, 0.501)) for bias in biases)
+
+
 def test_numbers_that_count_keep_their_type():
     """Such as the batches that a norm has seen."""
-    planned = without_storage(torch.nn.BatchNorm1d(2).state_dict(), torch.bfloat16)
+    norm = torch.nn.BatchNorm1d(2)
+    planned = planned_weights(norm, norm.state_dict(), torch.bfloat16)
     assert planned["weight"].dtype == torch.bfloat16 and planned["num_batches_tracked"].dtype == torch.int64
 
 

@@ -57,7 +57,7 @@ def export_model(setup: Setup) -> None:
         write_tokenizer(setup.model, setup.tokenizer, setup.config, draft)
     accelerator.wait_for_everyone()  # Now all ranks can write into it. A launcher that has ended is not needed here.
     parts = parallel.weights_to_export(setup.model)
-    planned = without_storage(parts, setup.export_dtype)
+    planned = planned_weights(setup.model, parts, setup.export_dtype)
 
     def read(name: str, ranks: set[int]) -> torch.Tensor | None:
         return parallel.gather_weight(name, parts[name], planned[name].dtype, ranks)
@@ -95,13 +95,28 @@ def export_dtype(config: Config, precision: str) -> torch.dtype:
     return found if found in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def without_storage(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Names, shapes and types of weights as they are exported. Only floating-point numbers change their type."""
+def planned_weights(
+    model: transformers.PreTrainedModel, weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Names, shapes and types of weights as they are exported. Only floating-point numbers change their type.
+
+    Of these, transformers has some in float32 in any model, such as the biases of routers, and also saves them so.
+    """
+    in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    planned = without_storage(weights)
+    for name, weight in planned.items():
+        if weight.is_floating_point():
+            is_kept = any(part in name for part in in_float32)
+            planned[name] = weight.to(torch.float32 if is_kept else dtype)
+    return planned
+
+
+def without_storage(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights without their numbers."""
     planned = {}
     for name, weight in weights.items():
-        kept = dtype if dtype and weight.is_floating_point() else weight.dtype
         shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's ZeRO-3 leaves a parameter without numbers.
-        planned[name] = torch.empty(shape, dtype=kept, device="meta")
+        planned[name] = torch.empty(shape, dtype=weight.dtype, device="meta")
     return planned
 
 
@@ -116,7 +131,7 @@ def write_weights(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Write the files of `planned`, see without_storage(), and their index. All ranks call it with the same names."""
+    """Write the files of `planned`, see planned_weights(), and their index. All ranks call it with the same names."""
     model = with_own_class(model)
     layers = by_layer(list(planned))
     saved = {}  # What the files have of a layer: maybe other names, or several for one weight.

@@ -44,7 +44,7 @@ from samerun.run.checkpoint import (
 from samerun.run.export import (
     export_dtype,
     names_of_adapter,
-    without_storage,
+    planned_weights,
     write_configs,
     write_tokenizer,
     write_weights,
@@ -119,7 +119,7 @@ def write_model(
     if config.model.lora is None:
         model = meta_model(config, tokenizer, saved)
         use_tokenizer(model, tokenizer, config)
-        planned = without_storage(state_of(model), dtype)
+        planned = planned_weights(model, state_of(model), dtype)
         saved.check_names(planned)
         write_configs(model, folder, dtype)
         write_weights(model, planned, lambda name, _: saved.read(name).to(planned[name].dtype), folder)
@@ -134,7 +134,7 @@ def write_model(
         model = model.merge_and_unload()
         use_tokenizer(model, tokenizer, config)
         weights = state_of(model)
-        planned = without_storage(weights, dtype)
+        planned = planned_weights(model, weights, dtype)
         write_configs(model, folder, dtype)
         write_weights(model, planned, lambda name, _: weights[name].detach().to(planned[name].dtype), folder)
     write_tokenizer(model, tokenizer, config, folder)
