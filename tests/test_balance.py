@@ -157,7 +157,7 @@ def test_a_skipped_step_moves_nothing(tmp_path):
 @pytest.mark.parametrize(
     "model, message",
     [
-        ({}, "a llama has no routers with biases, as DeepSeek-V3 has them; leave it out"),
+        ({}, "in a llama there are no biases by which its routers choose, as DeepSeek-V3 has them; leave it out"),
         ({"lora": {"target_modules": ["q_proj"]}}, "an adapter does not hold the biases of routers; leave it out"),
     ],
     ids=["no experts", "model.lora"],

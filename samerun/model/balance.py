@@ -9,6 +9,7 @@ A token counts if it is a target, wherever it is computed: no padding does. So a
 machine.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from samerun.errors import require
 
+NO_TARGETS = "model.balance_experts: needs a target for each token; leave it out"
 BIASES = "e_score_correction_bias", "expert_bias"  # What transformers calls them.
 
 
@@ -29,8 +31,8 @@ class ExpertBalance:
         setting = "model.balance_experts"
         advice = "an adapter does not hold the biases of routers; leave it out"
         require(not hasattr(model, "peft_config"), f"{setting}: {advice}")
-        advice = "has no routers with biases, as DeepSeek-V3 has them; leave it out"
-        require(self.layers, f"{setting}: a {model.config.model_type} {advice}")
+        advice = "no biases by which its routers choose, as DeepSeek-V3 has them; leave it out"
+        require(self.layers, f"{setting}: in a {model.config.model_type} there are {advice}")
         for experts, owner, name in self.layers:
             count = owner.get_buffer(name).numel()
             experts.tokens_of_experts = torch.zeros(count, dtype=torch.int64, device=device)
@@ -42,6 +44,7 @@ class ExpertBalance:
         """The same loss, of which each pass tells the layers which tokens are targets."""
 
         def counted(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            require(hasattr(batch, "targets"), NO_TARGETS)
             is_target = batch.targets.flatten() != -100
             for experts, _, _ in self.layers:
                 experts.is_target = is_target
@@ -58,16 +61,19 @@ class ExpertBalance:
             dist.all_reduce(self.load)
 
     def update(self, is_skipped: torch.Tensor) -> None:
-        """Move the biases, unless the step made no update."""
+        """Move the biases, unless the step made no update. That of an expert with exactly the mean stays."""
         tokens = self.load.sum(1, keepdim=True)
         directions = (tokens - self.load * self.load.shape[1]).sign() * ~is_skipped
         for direction, (_, owner, name) in zip(directions, self.layers):
             owner.get_buffer(name).add_(self.amount * direction)
 
-    def metrics(self) -> dict[str, float]:
-        """By how much more tokens than the mean the experts with the most get, in the worst layer: 0 is balanced."""
-        share = self.load.max(1).values / self.load.float().mean(1).clamp(min=1e-9)
-        return {"train/expert_overload": share.max().item() - 1}
+    def metrics(self) -> dict[str, float | None]:
+        """By how much more tokens than the mean the experts with the most get, in the worst layer: 0 is balanced.
+
+        None for a step without targets.
+        """
+        largest = (self.load.max(1).values / self.load.double().mean(1)).max().item()
+        return {"train/expert_overload": None if math.isnan(largest) else largest - 1}
 
 
 def layers_with_biases(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module, str]]:
@@ -90,5 +96,6 @@ def count_tokens(experts: torch.nn.Module, args: tuple) -> None:
     if not torch.is_grad_enabled() or experts.is_target is None:  # No pass of training.
         return
     chosen = args[1]
+    require(len(experts.is_target) == len(chosen), NO_TARGETS)
     targets = experts.is_target[:, None].expand_as(chosen)
     experts.tokens_of_experts.scatter_add_(0, chosen.flatten(), targets.flatten().long())

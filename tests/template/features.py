@@ -540,6 +540,7 @@ WORDS = {
     ],
     "packing": [
         "134 rows",
+        "test_numbers_that_no_loss_scale_mends",
         "test_documents_that_see_each_other_are_found_in_any_precision",
         "test_names_of_other_trainers_are_answered_with_ours",
         "test_a_model_that_needs_its_masks_gets_them",
