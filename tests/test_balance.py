@@ -143,15 +143,19 @@ def test_is_the_run_of_one_process(truth, tmp_path, way):
 
 
 def test_a_skipped_step_moves_nothing(tmp_path):
+    """Nor does one without targets, whose overload is not known."""
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "glm4_moe"))
     balance = ExpertBalance(model, AMOUNT, torch.device("cpu"))
     balance.load = torch.arange(8).repeat(2, 1)
     before = [buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)]
+    assert balance.metrics() == {"train/expert_overload": pytest.approx(1)}  # 7 tokens, where 3.5 are the mean.
     for is_skipped, moves in (True, [0.0] * 8), (False, [AMOUNT] * 4 + [-AMOUNT] * 4):
         balance.update(torch.tensor(is_skipped))
         after = [buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)]
         for old, new in zip(before, after, strict=True):
             torch.testing.assert_close(new - old, torch.tensor(moves))
+    balance.load.zero_()
+    assert balance.metrics() == {"train/expert_overload": None}
 
 
 @pytest.mark.parametrize(
