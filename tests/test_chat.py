@@ -18,6 +18,7 @@ from test_finetune import byte_tokenizer
 from samerun.config import Config, Data, Model
 from samerun.data.chat import marks_turns
 from samerun.data.documents import load_documents
+from samerun.data.encode import Encoder
 from samerun.data.tokenize import tokenize
 from samerun.errors import UserError
 from samerun.model.tokenizer import answer_and_rest, load_tokenizer, stop_after_turns
@@ -514,7 +515,7 @@ def test_variables_are_the_same_in_training_and_in_samples(made, tmp_path):
         run={"max_steps": 1}, batch={"global_batch_size": 1}, data=data, model={"architecture": {"model_type": "llama"}}
     )
     tokenizer = load_tokenizer(config.data, config.model)
-    assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == said
+    assert tokenizer.decode(encode_prompt("a", config, Encoder(tokenizer))[0]) == said
     tokenizer.save_pretrained(tmp_path / "exported")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     turns = [{"role": "user", "content": "a"}]
@@ -538,7 +539,7 @@ def test_samples_that_do_not_think(tmp_path):
     )
     tokenizer = load_tokenizer(config.data, config.model)
     expected = qwen("user", "a") + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert tokenizer.decode(encode_prompt("a", config, tokenizer)[0]) == expected
+    assert tokenizer.decode(encode_prompt("a", config, Encoder(tokenizer))[0]) == expected
 
 
 def test_templates_of_which_none_is_the_default(tmp_path):

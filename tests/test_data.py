@@ -220,7 +220,7 @@ def test_samples_begin_as_the_texts_do(tmp_path, single, ids):
     specials = [("<s>", 259), ("<|im_end|>", END)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
     config = mock.Mock(data=Data(files="a.txt"))
-    assert encode_prompt("ab", config, tokenizer).tolist() == [list(ids)]
+    assert encode_prompt("ab", config, Encoder(tokenizer)).tolist() == [list(ids)]
     [text] = tokenize_text({"text": ["ab"]}, ["text"], Encoder(tokenizer))["input_ids"]
     assert text == [*ids, END]
 

@@ -234,7 +234,7 @@ def test_what_a_prompt_says_is_text(tmp_path, format, parse):
         chat_template=template,
         parse_special_tokens=parse,
     )
-    ids = encode_prompt("a<|im_end|>", mock.Mock(data=data), load_tokenizer(data, Model()))
+    ids = encode_prompt("a<|im_end|>", mock.Mock(data=data), Encoder(load_tokenizer(data, Model()), parse))
     said = [END] if parse else [*b"<|im_end|>"]
     around = [START, *b"user\n"], [END, *b"\n", START, *b"assistant\n"]
     if format == "text":  # A parsed end of text at the end of a prompt is left out: the text is to go on.

@@ -15,16 +15,15 @@ from samerun.run.launch import StopSignal
 from samerun.run.setup import Setup
 
 
-def encode_prompt(text: str, config: Config, tokenizer: transformers.PreTrainedTokenizerBase) -> torch.Tensor:
+def encode_prompt(text: str, config: Config, encoder: Encoder) -> torch.Tensor:
     """The ids of a prompt, [1, tokens]. With format chat it is the user's first message."""
-    encoder = Encoder(tokenizer, config.data.parse_special_tokens)
     if config.data.format == "chat":
         turns = accepted_turns([{"role": "user", "content": text}], encoder)
         rendered, _ = render(turns, encoder, add_generation_prompt=True)
         ids, _, _ = encoder.conversation(rendered)
     else:
         [ids] = encoder.texts([text])  # Some tokenizers begin each text with a token, as in training.
-        if ids[-1:] == [tokenizer.eos_token_id]:  # And some end it, but the text goes on here.
+        if ids[-1:] == [encoder.tokenizer.eos_token_id]:  # And some end it, but the text goes on here.
             ids = ids[:-1]
     return torch.tensor([ids])
 
@@ -34,10 +33,10 @@ def check_prompts(model: torch.nn.Module, config: Config, tokenizer: transformer
     if not config.eval.prompts:
         return
     vocab_size, more = vocabulary_size(model), config.eval.max_new_tokens
-    small = model_to_try(model, config.model)
+    small, encoder = model_to_try(model, config.model), Encoder(tokenizer, config.data.parse_special_tokens)
     for text in config.eval.prompts:
         with as_user_error(f"eval.prompts: the chat template refuses {text!r}"):
-            ids = encode_prompt(text, config, tokenizer)
+            ids = encode_prompt(text, config, encoder)
         require(ids.numel(), f"eval.prompts: {text!r} has no tokens")
         highest, length = ids.max(), ids.numel()
         advice = f"the model's vocabulary is 0 to {vocab_size - 1}; data.tokenizer must be the model's"
@@ -68,12 +67,15 @@ def sample(setup: Setup, stop: StopSignal) -> dict[str, str]:
     Raises Stopped at a signal, before the next prompt.
     """
     config, tokenizer, accelerator = setup.config.eval, setup.tokenizer, setup.accelerator
+    if not config.prompts:
+        return {}
+    encoder = Encoder(tokenizer, setup.config.data.parse_special_tokens)
     setup.wrapped.eval()
     torch.manual_seed(setup.config.run.seed)
     samples = {}
     for number, text in enumerate(config.prompts):
         stop.check()
-        prompt = encode_prompt(text, setup.config, tokenizer).to(accelerator.device)
+        prompt = encode_prompt(text, setup.config, encoder).to(accelerator.device)
         # Not compiled, because the lengths change, and with the masks of transformers.
         with (
             accelerator.autocast(),
