@@ -1,6 +1,6 @@
 """model.balance_experts: the biases of the routers are those of a plain loop, on any number of processes."""
 
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 
 import datasets
@@ -124,7 +124,6 @@ WAYS = {
     "experts": ("fsdp2", 4, {}, ("--model.expert_ranks", 2)),
     "SP": ("multi_gpu", 4, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, ()),
     "CP": ("fsdp2", 2, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, ()),
-    "compiled": ("multi_gpu", 2, {}, ("--model.compile", "regional")),
 }
 
 
@@ -140,6 +139,18 @@ def test_is_the_run_of_one_process(truth, tmp_path, way):
     config, did, _ = truth("glm4_moe")
     again = run(tmp_path, config, *resume_from(done, 4), "--run.output_dir", tmp_path / "again")
     check_continued(again, did, 4)
+
+
+@pytest.mark.slow
+def test_compiled(truth, tmp_path, monkeypatch):
+    """Without the last stage, code for the processor, which takes most of the time."""
+    compiled = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = "--batch.max_micro_batch_size", 3, "--model.compile", "regional"
+    check(truth, "glm4_moe", run(tmp_path, truth("glm4_moe")[0], *settings))
+    assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
 
 
 def test_a_skipped_step_moves_nothing(tmp_path):

@@ -536,7 +536,7 @@ def test_a_rank_that_is_ended_does_not_speak_of_lost_connections(monkeypatch, ca
 def test_a_signal_in_a_long_evaluation(slow, tmp_path):
     """To one of two ranks, where the evaluation would take minutes: both save within seconds, and exit with 0."""
     done = Done(0, "", tmp_path / "run")
-    ranks = start_ranks(tmp_path, slow, "--eval.prompts", json.dumps(["a"] * 2000))
+    ranks = start_ranks(tmp_path, slow, "--eval.prompts", json.dumps(["a"] * 500))
     wait_for_step(ranks, done, 1)
     ranks[1].send_signal(signal.SIGTERM)
     outputs = [rank.communicate(timeout=ALLOWED_SECONDS)[0] for rank in ranks]

@@ -7,8 +7,8 @@ processes in the middle, between two saves. The same command continues the run o
 that was logged, and below it the relative difference of each loss from that of a single process.
 
 Prints a table, and ends with exit status 1 if a difference is above 1e-3. The runs end after so many steps, on the
-schedule of a run of that length, and they evaluate only at the end. --tiny shrinks the model and the data and leaves
-out the run on three processes, so that a test can start it.
+schedule of a run of that length, and they evaluate only at the end. --tiny shrinks the model and the data, leaves
+out the run on three processes, and forks the ranks from one that has the libraries, so that a test can start it.
 """
 
 import argparse
@@ -80,6 +80,7 @@ class Runs:
     def __init__(self, config: Path, folder: Path, steps: int, tiny: bool):
         self.folder = folder
         self.steps = steps
+        self.tiny = tiny
         self.save_every = max(1, steps // 6)
         settings = {
             "run.max_steps": steps,
@@ -97,7 +98,7 @@ class Runs:
     def start(self, name: str, processes: int, **how):
         print(f"{name}: {processes} process{'es' if processes > 1 else ''}", flush=True)
         self.config["run"]["output_dir"] = str(self.folder / name)
-        return helpers.start(self.folder, self.config, processes=processes, env=self.environment, **how)
+        return helpers.start(self.folder, self.config, processes=processes, env=self.environment, warm=self.tiny, **how)
 
     def whole(self, name: str, processes: int) -> helpers.Done:
         """Train to the last step."""

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path):
-    command = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "promise.py", "--tiny", "--steps", "120"]
+    command = [sys.executable, helpers.ROOT / "tests" / "benchmarks" / "promise.py", "--tiny"]
     done = subprocess.run(
         [*command, "--picture", tmp_path / "promise.png"], capture_output=True, text=True, timeout=400
     )
