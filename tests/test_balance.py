@@ -124,6 +124,8 @@ WAYS = {
     "experts": ("fsdp2", 4, {}, ("--model.expert_ranks", 2)),
     "SP": ("multi_gpu", 4, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, ()),
     "CP": ("fsdp2", 2, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, ()),
+    "PP": ("multi_gpu", 2, {}, ("--model.pipeline_ranks", 2, "--model.gradient_checkpointing", "true")),
+    "PP x experts": ("fsdp2", 4, {}, ("--model.pipeline_ranks", 2, "--model.expert_ranks", 2)),
 }
 
 

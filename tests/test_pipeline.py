@@ -253,7 +253,6 @@ def test_lengths_that_change(tmp_path):
         ("hunyuan_v1_dense", {"head_dim": 8}, "transformers has no plan how a hunyuan_v1_dense is divided"),
         ("granite", {"embedding_multiplier": 12.0}, "a granite computes another loss when its layers are divided"),
         ("starcoder2", {"embedding_dropout": 0.5}, "a starcoder2 has dropout outside of its layers"),
-        ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 8}, "a glm4_moe has .*: not a weight, so"),
     ],
 )
 def test_refused_models(kind, more, message):
@@ -291,7 +290,6 @@ def test_who_is_in_which_pipeline():
         ),
         ({"precision": "fp8"}, "cannot be combined with mixed_precision fp8"),
         ({"eval": {"prompts": ["some"]}}, "cannot be combined with eval.prompts"),
-        ({"model": {"balance_experts": 0.001}}, "cannot be combined with model.balance_experts: .*; take FSDP2"),
     ],
 )
 def test_refused_settings(launched, message):

@@ -40,17 +40,21 @@ class ExpertBalance:
             experts.register_forward_pre_hook(count_tokens)
         self.load: torch.Tensor | None = None  # int64 [layers, experts]: the tokens of the latest step, of all ranks.
 
-    def counting(self, loss_of: Callable) -> Callable:
-        """The same loss, of which each pass tells the layers which tokens are targets."""
+    def counting(self, passed: Callable) -> Callable:
+        """The same forward pass of a model over a batch, which tells the layers which tokens are targets."""
 
-        def counted(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def counted(model: torch.nn.Module, batch: Any, **options: Any) -> Any:
             require(hasattr(batch, "targets"), NO_TARGETS)
-            is_target = batch.targets.flatten() != -100
-            for experts, _, _ in self.layers:
-                experts.is_target = is_target
-            return loss_of(model, batch, **options)
+            self.tell(batch.targets.flatten() != -100)
+            returned = passed(model, batch, **options)
+            self.tell(None)  # A layer that computes its activations again does not count again.
+            return returned
 
         return counted
+
+    def tell(self, is_target: torch.Tensor | None) -> None:
+        for experts, _, _ in self.layers:
+            experts.is_target = is_target
 
     def take_load(self, is_alone: bool) -> None:
         """Add up what all ranks have counted in the passes of a step."""
@@ -65,7 +69,9 @@ class ExpertBalance:
         tokens = self.load.sum(1, keepdim=True)
         directions = (tokens - self.load * self.load.shape[1]).sign() * ~is_skipped
         for direction, (_, owner, name) in zip(directions, self.layers):
-            owner.get_buffer(name).add_(self.amount * direction)
+            bias = owner.get_buffer(name)
+            if not bias.is_meta:  # Then another rank of a pipeline has it.
+                bias.add_(self.amount * direction)
 
     def metrics(self) -> dict[str, float | None]:
         """By how much more tokens than the mean the experts with the most get, in the worst layer: 0 is balanced.
@@ -89,10 +95,7 @@ def layers_with_biases(model: torch.nn.Module) -> list[tuple[torch.nn.Module, to
 
 
 def count_tokens(experts: torch.nn.Module, args: tuple) -> None:
-    """Before a pass of the experts, whose second argument is the numbers of those that each token has, [tokens, k].
-
-    A layer that computes its activations again counts each token twice, which changes no direction.
-    """
+    """Before a pass of the experts, whose second argument is the numbers of those that each token has, [tokens, k]."""
     if not torch.is_grad_enabled() or experts.is_target is None:  # No pass of training.
         return
     chosen = args[1]

@@ -231,12 +231,6 @@ REFUSED = [
     ),
     Refusal(
         ("pp",),
-        "model.balance_experts",
-        "only the last ranks know which tokens are targets; take FSDP2",
-        lambda config, *_: config.model.balance_experts > 0,
-    ),
-    Refusal(
-        ("pp",),
         "eval.prompts",
         "generate() of transformers needs all layers",
         lambda config, *_: bool(config.eval.prompts),

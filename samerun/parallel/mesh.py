@@ -158,6 +158,9 @@ class Parallelism:
             self.pipeline = PipelineSchedule(
                 model, self.config, self.accelerator, layout, self.pipeline_groups, self.loss_of
             )
+            if self.balance:
+                for chunk in self.pipeline.chunks.values():
+                    chunk.states_of = self.balance.counting(chunk.states_of)
         own = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         waiting = placeholders_on_meta(model)
         if layout.ep > 1:  # 2. The experts of this rank, before its matrices: a plan for tp may name them, too.
@@ -394,7 +397,7 @@ class Parallelism:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # An evaluation may have left weights that are gathered, in bf16.
-            weights = dict(model.named_parameters())
+            weights = model.state_dict()
         else:
             weights = get_model_state_dict(model, options=StateDictOptions())
         return {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}

@@ -136,7 +136,7 @@ class PipelineSchedule:
         Each pipeline has all weights, so none needs another.
         """
         if self.holders is None:
-            own = [name for name, parameter in self.model.named_parameters() if not parameter.is_meta]
+            own = [name for name, tensor in self.model.state_dict().items() if not tensor.is_meta]
             known = [None] * self.size
             dist.all_gather_object(known, own, group=self.groups.hosts)
             self.holders = {name: place for place in reversed(range(self.size)) for name in known[place]}
@@ -191,6 +191,7 @@ class ModelChunk(torch.nn.Module):
         kept = [layer if number in layers else others for number, layer in enumerate(decoder.layers)]
         self.layers = torch.nn.ModuleList(kept)
         self.micro_batches, self.scale, self.metrics = [], 1.0, {}
+        self.states_of = states_of
         self.before_last_backward = lambda: None
 
     def forward(self, states: torch.Tensor | None = None, number: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,7 +205,7 @@ class ModelChunk(torch.nn.Module):
                 add_metrics(self.metrics, metrics)
                 returned = loss[None] * self.scale
             else:
-                returned = states_of(self.model, batch).to(self.dtype)
+                returned = self.states_of(self.model, batch).to(self.dtype)
         is_last_pass = int(number) == len(self.micro_batches) - 1
         if is_last_pass and returned.requires_grad:
             returned.register_hook(lambda _: self.before_last_backward())
@@ -237,8 +238,6 @@ def divide_layers(model: torch.nn.Module, count: int, loss_of: Callable, setting
     require(joins, f"{setting}: needs model.attention sdpa, and a model that works without padding; not {name}")
     is_planned = model.get_decoder()._pp_plan  # Its head may have a plan by itself.
     require(is_planned, f"{setting}: transformers has no plan how a {name} is divided")
-    saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    require(not saved, f"{setting}: a {name} has {min(saved, default='')}: not a weight, so no rank would have it")
     # The first chunks have one more, if any: so a rank with several chunks has at most one layer more than another.
     edges = [0, *itertools.accumulate(len(part) for part in np.array_split(range(total), count))]
     return [ModelChunk(model, range(low, high), loss_of) for low, high in itertools.pairwise(edges)]

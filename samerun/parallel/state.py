@@ -86,6 +86,5 @@ def trained_state(wrapped: torch.nn.Module, optimizers: list[torch.optim.Optimiz
     tied = {*model.all_tied_weights_keys, *names_of_shared(model)}  # Saved once, by the name of what they are tied to.
     scales = scales_of_frozen(model)
     state = {f"optimizer.{name}": value for name, value in optimizer_state.items() if name.startswith("state.")}
-    return state | {
-        f"model.{name}": value for name, value in weights.items() if name not in tied and not name.startswith(scales)
-    }
+    left_out = {name for name, value in weights.items() if value.is_meta or name in tied or name.startswith(scales)}
+    return state | {f"model.{name}": value for name, value in weights.items() if name not in left_out}

@@ -291,7 +291,7 @@ def load_checkpoint(
     # Without the state of a weight that had no gradient before the checkpoint: there is none to load.
     state = {name: value for name, value in state.items() if name in saved or name.startswith("model.")}
     with as_user_error(f"{folder} is of another model"):
-        of_others = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.is_meta}
+        of_others = {f"model.{name}" for name, tensor in model.state_dict().items() if tensor.is_meta}
         surplus = {name for name in saved - state.keys() - of_others if name.startswith("model.")}
         require(not surplus, f"it also has {min(surplus, default='')}")
         dcp.load(state, storage_reader=reader)  # In place.

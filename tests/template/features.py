@@ -398,10 +398,12 @@ def balanced_experts(house: House) -> None:
     house.reword("        **setup.parallel.expert_metrics(),\n", "")
     house.drop_statements("Parallelism.__init__", "balance")
     house.drop_statements("Parallelism.prepare", "balance")
+    house.drop_statements("Parallelism.divide", "balance")
+    house.reword("        self.states_of = states_of\n", "")
+    house.reword("self.states_of(", "states_of(")
     house.drop_statements("Parallelism.reduce_gradients", "balance")
     house.drop_definition("Parallelism.balance_experts")
     house.drop_definition("Parallelism.expert_metrics")
-    house.drop_element("REFUSED", "model.balance_experts")
     house.drop_element("DeepSpeed.check", "model.balance_experts")
     house.drop_setting("model.balance_experts", 0.0)
 
