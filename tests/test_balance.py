@@ -11,6 +11,7 @@ from helpers import ROOT, VOCABULARY, Done, check_continued, launch, resume_from
 from reference import adamw, shuffled, summed_loss, train_reference
 from safetensors.torch import load_file
 
+from samerun.errors import UserError
 from samerun.model.balance import ExpertBalance
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
@@ -174,7 +175,7 @@ def test_a_skipped_step_moves_nothing(tmp_path):
 @pytest.mark.parametrize(
     "model, message",
     [
-        ({}, "in a llama there are no biases by which its routers choose, as DeepSeek-V3 has them; leave it out"),
+        ({}, "no router of this llama has biases that are buffers, as those of DeepSeek-V3 are; leave it out"),
         ({"lora": {"target_modules": ["q_proj"]}}, "an adapter does not hold the biases of routers; leave it out"),
     ],
     ids=["no experts", "model.lora"],
@@ -183,3 +184,13 @@ def test_refused(tmp_path, model, message):
     config = tiny_config(tmp_path)
     config["model"] |= model | {"balance_experts": 0.001}
     assert f"error: model.balance_experts: {message}" in run(tmp_path, config, expect=2).output
+
+
+def test_experts_in_a_list_are_refused():
+    """As code of a model's own may have them. Nothing would count their tokens, and no bias would ever move."""
+    block = torch.nn.Module()
+    block.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    block.register_buffer(BIAS, torch.zeros(4))
+    block.config = transformers.LlamaConfig()
+    with pytest.raises(UserError, match="the experts of this llama are a list, and nothing counts the tokens of each"):
+        ExpertBalance(block, AMOUNT, torch.device("cpu"))

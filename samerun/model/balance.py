@@ -31,9 +31,13 @@ class ExpertBalance:
         setting = "model.balance_experts"
         advice = "an adapter does not hold the biases of routers; leave it out"
         require(not hasattr(model, "peft_config"), f"{setting}: {advice}")
-        advice = "no biases by which its routers choose, as DeepSeek-V3 has them; leave it out"
-        require(self.layers, f"{setting}: in a {model.config.model_type} there are {advice}")
+        kind = model.config.model_type
+        advice = "has biases that are buffers, as those of DeepSeek-V3 are; leave it out"
+        require(self.layers, f"{setting}: no router of this {kind} {advice}")
         for experts, owner, name in self.layers:
+            is_list = type(experts).forward is torch.nn.Module.forward  # The layer calls each of them.
+            advice = "are a list, and nothing counts the tokens of each; leave it out"
+            require(not is_list, f"{setting}: the experts of this {kind} {advice}")
             count = owner.get_buffer(name).numel()
             experts.tokens_of_experts = torch.zeros(count, dtype=torch.int64, device=device)
             experts.is_target = None
