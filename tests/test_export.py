@@ -272,6 +272,16 @@ def test_what_transformers_has_in_float32_is_written_so(tmp_path):
     assert biases and all(torch.equal(bias, torch.full_like(bias, 0.501)) for bias in biases)
 
 
+@pytest.mark.parametrize("kind", ["minimax_m2", "lfm2_moe"])
+def test_biases_of_routers_are_always_in_float32(kind):
+    """Also where transformers would have them in 16 bits: other programs do not."""
+    few = {"num_hidden_layers": 2, "num_local_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}
+    model = family(kind, **few)
+    planned = planned_weights(model, model.state_dict(), torch.bfloat16)
+    in_float32 = {name for name, weight in planned.items() if weight.dtype == torch.float32}
+    assert in_float32 and in_float32 == {name for name, _ in model.named_buffers() if name.endswith("_bias")}
+
+
 def test_numbers_that_count_keep_their_type():
     """Such as the batches that a norm has seen."""
     norm = torch.nn.BatchNorm1d(2)

@@ -19,6 +19,8 @@ OF_THE_LAUNCH = "leave it out; model.dtype and the mixed_precision of the launch
 SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_implementation": "give model.attention"}
 # The last three are of HunYuan and PhiMoE.
 ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
+# What transformers calls the biases by which routers choose experts.
+ROUTER_BIASES = "e_score_correction_bias", "expert_bias"
 
 
 def model_config(config: Config, vocab_size: int | None) -> transformers.PreTrainedConfig:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from samerun.errors import require
+from samerun.model.architecture import ROUTER_BIASES
 
 NO_TARGETS = "model.balance_experts: needs a target for each token; leave it out"
-BIASES = "e_score_correction_bias", "expert_bias"  # What transformers calls them.
 
 
 class ExpertBalance:
@@ -92,7 +92,7 @@ def layers_with_biases(model: torch.nn.Module) -> list[tuple[torch.nn.Module, to
     for block in model.modules():
         experts = getattr(block, "experts", None)
         for owner in (block, *block.children()):
-            names = [name for name in BIASES if name in owner._buffers]
+            names = [name for name in ROUTER_BIASES if name in owner._buffers]
             if isinstance(experts, torch.nn.Module) and names:
                 found.append((experts, owner, names[0]))
     return found

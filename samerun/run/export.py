@@ -22,6 +22,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from samerun.config import Config
 from samerun.errors import as_user_error, is_main_process
 from samerun.files import replace_file, replace_folder
+from samerun.model.architecture import ROUTER_BIASES
 from samerun.model.outline import is_of_transformers
 from samerun.run.checkpoint import Progress, load_checkpoint, step_of
 from samerun.run.folder import kept_best
@@ -100,9 +101,10 @@ def planned_weights(
 ) -> dict[str, torch.Tensor]:
     """Names, shapes and types of weights as they are exported. Only floating-point numbers change their type.
 
-    Of these, transformers has some in float32 in any model, such as the biases of routers, and also saves them so.
+    Of these, transformers has some in float32 in any model, such as the biases of most routers, and also saves them so.
+    Those of all routers are written so, because small steps balance them.
     """
-    in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    in_float32 = *ROUTER_BIASES, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     planned = without_storage(weights)
     for name, weight in planned.items():
         if weight.is_floating_point():
