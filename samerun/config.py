@@ -336,6 +336,8 @@ class Config(Section):
         dtype_fits = self.model.dtype == "float32" or self.model.lora is not None
         of_frozen = f"model.dtype {self.model.dtype} is for frozen weights, under model.lora; otherwise use float32"
         require(dtype_fits, of_frozen)
+        alone = self.model.lora is None or self.model.balance_experts == 0
+        require(alone, "model.balance_experts: an adapter does not hold the biases of routers; leave it out")
         self.check_batch()
         self.check_tokenizer()
         for name in self.run.tracker_options:

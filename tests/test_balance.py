@@ -172,18 +172,19 @@ def test_a_skipped_step_moves_nothing(tmp_path):
     assert balance.metrics() == {"train/expert_overload": None}
 
 
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        ({}, "no router of this llama has biases that are buffers, as those of DeepSeek-V3 are; leave it out"),
-        ({"lora": {"target_modules": ["q_proj"]}}, "an adapter does not hold the biases of routers; leave it out"),
-    ],
-    ids=["no experts", "model.lora"],
-)
-def test_refused(tmp_path, model, message):
+def test_refused(tmp_path):
     config = tiny_config(tmp_path)
-    config["model"] |= model | {"balance_experts": 0.001}
+    config["model"]["balance_experts"] = 0.001
+    message = "no router of this llama has biases that are buffers, as those of DeepSeek-V3 are; leave it out"
     assert f"error: model.balance_experts: {message}" in run(tmp_path, config, expect=2).output
+
+
+def test_refused_with_an_adapter(tmp_path):
+    """A plan says so, too."""
+    config = tiny_config(tmp_path)
+    config["model"] |= {"lora": {"target_modules": ["q_proj"]}, "balance_experts": 0.001}
+    message = "model.balance_experts: an adapter does not hold the biases of routers; leave it out"
+    assert message in run(tmp_path, config, "--plan", 1, expect=2).output
 
 
 def test_experts_in_a_list_are_refused():

@@ -29,8 +29,6 @@ class ExpertBalance:
         self.amount = amount
         self.layers = layers_with_biases(model)
         setting = "model.balance_experts"
-        advice = "an adapter does not hold the biases of routers; leave it out"
-        require(not hasattr(model, "peft_config"), f"{setting}: {advice}")
         kind = model.config.model_type
         advice = "has biases that are buffers, as those of DeepSeek-V3 are; leave it out"
         require(self.layers, f"{setting}: no router of this {kind} {advice}")
