@@ -209,7 +209,7 @@ EAGER = "--model.attention", "eager"
         (OLMOE, 4, 2, PROMPTS, GATHERED),
         (OLMOE, 2, 2, EAGER, {}),
         (GPT_OSS, 4, 2, EAGER, {}),
-        (GLM4, 4, 4, (), {}),
+        (GLM4, 4, 4, SELECTIVE, {}),  # Its layers go on after the experts.
         (DEEPSEEK, 4, 2, (), {}),
     ],
     ids=["OLMoE by 3", "OLMoE, prompts", "OLMoE, eager", "gpt-oss", "GLM-4", "DeepSeek-V3"],

@@ -3,7 +3,13 @@
 from functools import partial
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+import torch
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from samerun.errors import require
@@ -22,6 +28,7 @@ KEPT = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
 }
+MARKS = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def recompute_layers(model: PreTrainedModel, setting: str, selective: bool = False) -> None:
@@ -33,6 +40,8 @@ def recompute_layers(model: PreTrainedModel, setting: str, selective: bool = Fal
     require(model.supports_gradient_checkpointing, f"{setting}: {advice}")
     options = {"use_reentrant": False}
     if selective:
+        # FSDP2 marks more places of experts for profilers in the second pass than in the first.
+        SAC_IGNORED_OPS.update(MARKS)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
     model.activation_checkpointing_enable(options)
 
