@@ -96,6 +96,12 @@ def test_a_folder_whose_name_looks_like_a_pattern(tmp_path, monkeypatch):
     assert texts("*.txt", "!b*.txt") == texts("a.txt") == ["right"]
 
 
+def test_neither_a_path_nor_files():
+    """As in a fork that reads data.sources, which are several, as one."""
+    with pytest.raises(UserError, match="data: neither path nor files; what loads the rows must give load_source"):
+        load_source(Source())
+
+
 def test_the_home_folder(folder, monkeypatch):
     """In a YAML file, no shell replaces the ~."""
     monkeypatch.setenv("HOME", str(folder))

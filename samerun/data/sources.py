@@ -147,6 +147,7 @@ def load_source(source: Source, note: Callable[[str], None] = say) -> datasets.D
     """All rows of a source. `note` gets what to tell of it."""
     if source.files:
         return load_files(list_files(source.files))
+    require(source.path, "data: neither path nor files; what loads the rows must give load_source() one of them")
     problem = f"data: cannot load {source.path}"
     with as_user_error(problem, source.path):
         folders = saved_folders(source)

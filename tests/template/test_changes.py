@@ -390,6 +390,19 @@ def test_faults_of_a_loss_for_rows_of_ones_own(task, tmp_path, monkeypatch, faul
     assert re.search(f"error: {FAULTS[fault]}", run(tmp_path, config, expect=2).output)
 
 
+@pytest.mark.parametrize("factor", [0, 1])
+def test_rows_of_ones_own_without_loss_are_told(task, tmp_path, monkeypatch, factor):
+    """As in reinforcement learning, before any answer is right. No fault of the loss would show."""
+    config, *_ = task
+
+    def scaled(wrapped, batch, loss, metrics):
+        return loss * factor, metrics
+
+    change_own_loss(monkeypatch, scaled)
+    output = run(tmp_path, config, "--run.max_steps", 1, "--optim.warmup_steps", 0).output
+    assert output.count("\nThe loss of the first two rows is 0, so it was not found out whether") == (factor == 0)
+
+
 def test_chance_in_a_loss_of_ones_own_is_told(task, tmp_path, monkeypatch):
     config, *_ = task
     change_own_loss(monkeypatch, draws)
