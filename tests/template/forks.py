@@ -3,6 +3,7 @@
 make(folder, CLASSIFIER, ROOT / "tests/forks/classifier.py")    another task; its module lies beside train.py
 make(folder, VLM, ROOT / "tests/forks/vlm.py")                  images with text
 make(folder, DIFFUSION, ROOT / "tests/forks/diffusion.py")      one that draws noise
+make(folder, GRPO, ROOT / "tests/forks/grpo.py")                answers that are rewarded
 make(folder, OWN_MODEL, ROOT / "tests/forks/own_model.py")      a model that is not of transformers
 make(folder, METHOD)    another loss, optimizer, schedule and log line, and what its tests expect of them
 """
@@ -117,6 +118,43 @@ DIFFUSION: Edits = {
             loss="denoising_loss",
         ),
         ("functools.partial(compute_loss, token_loss=token_loss)", "denoising_loss"),
+    ],
+}
+GRPO: Edits = {
+    "train.py": [
+        (
+            "from samerun.cli import",
+            "from grpo import Sampling, collate_prompts, load_prompts, policy_loss\nfrom samerun.cli import",
+        ),
+        (
+            "load_data(config.data, tokenizer, config.run.seed)",
+            "load_prompts(config.data, tokenizer, config.run.seed, config.sampling)",
+        ),
+        (
+            "    is_random, chunked = check_model("
+            "model, config, added_tokens(config, tokenizer), folder.meeting, loss_of)\n"
+            "    parallel.loss_of = functools.partial(loss_of, chunked=chunked)\n",
+            "",
+        ),
+        ("is_random=is_random", "is_random=False"),
+        ("config.data.packing, chunked, parallel", "config.data.packing, False, parallel"),
+        (
+            "    counts_bytes = tokenizer and eval_data  # For bits per byte.\n"
+            "    token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)"
+            " if counts_bytes else None\n",
+            "",
+        ),
+        ("collate=collate,", "collate=collate_prompts,"),
+        ("token_bytes=token_bytes,", "token_bytes=None,"),
+        ("    check_vocabulary(setup)\n", ""),
+        ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
+        ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
+        ("    own: Own = Own()\n", "    own: Own = Own()\n    sampling: Sampling = Sampling()\n"),
+        (
+            "functools.partial(compute_loss, token_loss=token_loss)",
+            "functools.partial(policy_loss, sampling=config.sampling)",
+        ),
+        ('SHOWN = ("train/loss", "eval/loss",', 'SHOWN = ("train/loss", "train/reward", "eval/reward",'),
     ],
 }
 OWN_MODEL: Edits = {
