@@ -241,6 +241,8 @@ class Model(Section):
     """torch.compile: regional compiles one decoder layer for all of them, full compiles the whole model."""
     balance_experts: NonNegativeFloat = 0.0
     """After each step, change the biases of a mixture's routers by this, toward equally many tokens for all experts."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Weight of a term of the loss that lowers the probabilities of a mixture's experts with many tokens."""
     expert_ranks: MayChange[PositiveInt] = 1
     """Expert parallelism: divide the experts of each layer among this many processes, which send each other tokens."""
     pipeline_ranks: MayChange[PositiveInt] = 1

@@ -874,6 +874,12 @@ case(
 )
 case("type in the architecture", architecture(dtype="bfloat16"), "model.architecture", "dtype", "model.dtype")
 case(
+    "a loss of the routers in the architecture",
+    architecture(model_type="qwen3_moe", router_aux_loss_coef=0.01),
+    "model.architecture",
+    "router_aux_loss_coef has no effect here; give model.balance_loss",
+)
+case(
     "attention in the architecture", architecture(attn_implementation="eager"), "model.architecture", "model.attention"
 )
 case(

@@ -1,6 +1,8 @@
-"""model.balance_experts: the biases of the routers are those of a plain loop, on any number of processes."""
+"""model.balance_experts, model.balance_loss: biases, losses and weights are those of a plain loop, on any number of
+processes."""
 
 from functools import cache, partialmethod
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -11,15 +13,22 @@ from helpers import ROOT, VOCABULARY, Done, check_continued, launch, resume_from
 from reference import adamw, shuffled, summed_loss, train_reference
 from safetensors.torch import load_file
 
+from samerun.config import Model
 from samerun.errors import UserError
 from samerun.model.balance import ExpertBalance
 
 SCRIPT = ROOT / "tests" / "wrapper_cpu_as_gpu.py", ROOT / "train.py"
-AMOUNT = 0.05
+AMOUNT, WEIGHT = 0.05, 0.1
 BIAS = "e_score_correction_bias"
 KINDS = {
     "glm4_moe": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "minimax_m2": {},  # Its biases lie beside its routers, not in them.
+    "qwen3_moe": {"num_experts": 8},
+}
+SETTINGS = {
+    "glm4_moe": {"balance_experts": AMOUNT},
+    "minimax_m2": {"balance_experts": AMOUNT, "balance_loss": WEIGHT},
+    "qwen3_moe": {"balance_loss": WEIGHT},
 }
 
 
@@ -46,13 +55,13 @@ def mixture(folder: Path, kind: str) -> Path:
 
 
 class PlainBalance:
-    """The biases of a plain loop, as an optimizer that has no weights."""
+    """Biases and a term of the loss of a plain loop, as an optimizer that has no weights."""
 
     param_groups = ()
 
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.overload = model, []
-        self.counts = {}
+    def __init__(self, model: torch.nn.Module, settings: dict[str, float]):
+        self.model, self.settings, self.overload = model, settings, []
+        self.counts, self.shares = {}, []
         for name, block in model.named_modules():
             if hasattr(block, "experts"):
                 self.counts[name] = 0
@@ -62,12 +71,22 @@ class PlainBalance:
         for token in self.is_target.flatten().nonzero()[:, 0].tolist():
             self.counts[name] = self.counts[name] + torch.bincount(chosen[token], minlength=8)
 
+    def term(self, logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """8 experts x share of tokens x probability, of each target and layer."""
+        total = 0.0
+        for of_layer, shares in zip(logits, self.shares or [torch.ones(8) / 8] * 3):
+            for token in self.is_target.flatten().nonzero()[:, 0].tolist():
+                total = total + 8 * shares @ torch.exp(of_layer[token] - torch.logsumexp(of_layer[token], 0))
+        return self.settings.get("balance_loss", 0.0) * total
+
     def step(self) -> None:
-        self.overload.append(max(float(count.max() / count.float().mean()) for count in self.counts.values()) - 1)
+        counts = [count.float() for count in self.counts.values()]
+        self.overload.append(max(float(count.max() / count.mean()) for count in counts) - 1)
+        self.shares = [count / count.sum() for count in counts]
         buffers = dict(self.model.named_buffers())
         for name, count in self.counts.items():
-            [bias] = [buffer for path, buffer in buffers.items() if path.startswith(f"{name}.") and path.endswith(BIAS)]
-            for expert in range(8):
+            biases = [buffer for path, buffer in buffers.items() if path.startswith(f"{name}.") and path.endswith(BIAS)]
+            for bias, expert in product(biases, range(8)):
                 bias[expert] += AMOUNT * float(torch.sign(count.float().mean() - count[expert]))
 
     def zero_grad(self) -> None:
@@ -83,20 +102,28 @@ def truth(tmp_path_factory):
         folder = tmp_path_factory.mktemp(kind)
         config = tiny_config(folder)
         config["run"] |= {"max_steps": 8, "save_every": 2, "keep_checkpoints": 9}
-        config["model"] = {"pretrained": str(mixture(folder / "model", kind)), "balance_experts": AMOUNT}
+        config["model"] = {"pretrained": str(mixture(folder / "model", kind)), **SETTINGS[kind]}
         rows = list(datasets.load_from_disk(folder / "rows"))
         order = shuffled(config["run"]["seed"], len(rows), 80)
         plain = []
 
         def optimizers(model, optim):
-            plain.append(PlainBalance(model))
+            plain.append(PlainBalance(model, SETTINGS[kind]))
             return [*adamw(model, optim), *plain]
 
         def counted_loss(model, some):
             width = max(len(row["input_ids"]) for row in some)
             learned = [[label != -100 for label in row["labels"][1:]] for row in some]
             plain[0].is_target = torch.tensor([row + [False] * (width - len(row)) for row in learned])
-            return summed_loss(model, some)
+            found = []
+
+            def passed(**inputs):
+                found.append(model(**inputs, output_router_logits="balance_loss" in SETTINGS[kind]))
+                return found[0]
+
+            loss, targets = summed_loss(passed, some)
+            term = plain[0].term(found[0].router_logits) if "balance_loss" in SETTINGS[kind] else torch.zeros(())
+            return loss + term - term.detach(), targets  # It is not part of the loss that is logged.
 
         rows_of = lambda step: [rows[i] for i in order[step * 10 - 10 : step * 10]]  # noqa: E731
         did = train_reference(config, rows_of, summed_loss=counted_loss, optimizers=optimizers)
@@ -111,7 +138,8 @@ def check(truth, kind: str, done: Done) -> None:
     _, did, overload = truth(kind)
     did.check(done)
     assert done.logged("train/expert_overload") == pytest.approx(overload, rel=1e-6)
-    assert overload[-1] < 0.8 * overload[0]
+    if "balance_experts" in SETTINGS[kind]:
+        assert overload[-1] < 0.8 * overload[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,14 +160,15 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_is_the_run_of_one_process(truth, tmp_path, way):
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_the_run_of_one_process(truth, tmp_path, way, kind):
     launcher, processes, environment, settings = WAYS[way]
     how = {"launcher": launcher, "processes": processes, "env": environment, "script": SCRIPT, "warm": True}
     limit = "--batch.max_micro_batch_size", 1
     options = "--mixed_precision", "no"
-    done = launch(tmp_path, truth("glm4_moe")[0], *limit, *settings, **how, options=options)
-    check(truth, "glm4_moe", done)
-    config, did, _ = truth("glm4_moe")
+    done = launch(tmp_path, truth(kind)[0], *limit, *settings, **how, options=options)
+    check(truth, kind, done)
+    config, did, _ = truth(kind)
     again = run(tmp_path, config, *resume_from(done, 4), "--run.output_dir", tmp_path / "again")
     check_continued(again, did, 4)
 
@@ -159,7 +188,7 @@ def test_compiled(truth, tmp_path, monkeypatch):
 def test_a_skipped_step_moves_nothing(tmp_path):
     """Nor does one without targets, whose overload is not known."""
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(tmp_path, "glm4_moe"))
-    balance = ExpertBalance(model, AMOUNT, torch.device("cpu"))
+    balance = ExpertBalance(model, Model(balance_experts=AMOUNT), torch.device("cpu"))
     balance.load = torch.arange(8).repeat(2, 1)
     before = [buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)]
     assert balance.metrics() == {"train/expert_overload": pytest.approx(1)}  # 7 tokens, where 3.5 are the mean.
@@ -172,11 +201,17 @@ def test_a_skipped_step_moves_nothing(tmp_path):
     assert balance.metrics() == {"train/expert_overload": None}
 
 
-def test_refused(tmp_path):
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("balance_experts", "no router of this llama has biases that are buffers, as those of DeepSeek-V3 are"),
+        ("balance_loss", "transformers has no such loss for this llama, as it has for a mixtral or a qwen3_moe"),
+    ],
+)
+def test_refused(tmp_path, setting, message):
     config = tiny_config(tmp_path)
-    config["model"]["balance_experts"] = 0.001
-    message = "no router of this llama has biases that are buffers, as those of DeepSeek-V3 are; leave it out"
-    assert f"error: model.balance_experts: {message}" in run(tmp_path, config, expect=2).output
+    config["model"][setting] = 0.001
+    assert f"error: model.{setting}: {message}; leave it out" in run(tmp_path, config, expect=2).output
 
 
 def test_refused_with_an_adapter(tmp_path):
@@ -194,4 +229,4 @@ def test_experts_in_a_list_are_refused():
     block.register_buffer(BIAS, torch.zeros(4))
     block.config = transformers.LlamaConfig()
     with pytest.raises(UserError, match="the experts of this llama are a list, and nothing counts the tokens of each"):
-        ExpertBalance(block, AMOUNT, torch.device("cpu"))
+        ExpertBalance(block, Model(balance_experts=AMOUNT), torch.device("cpu"))

@@ -309,6 +309,7 @@ MORE = "cannot be combined with {}; leave it out, or take accelerate_configs/fsd
             {"config": {"model": Model(pretrained="any", balance_experts=0.001)}},
             MORE.format("model.balance_experts"),
         ),
+        ({"config": {"model": Model(pretrained="any", balance_loss=0.001)}}, MORE.format("model.balance_loss")),
         ({"zero": {"offload_param": {"device": "cpu"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"zero": {"offload_optimizer": {"device": "nvme"}}}, MORE.format("offloading of the weights, or to NVMe")),
         ({"config": {"optim": Optim(name="muon")}}, "needs whole matrices"),

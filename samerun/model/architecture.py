@@ -16,7 +16,13 @@ from samerun.errors import UserError, as_user_error, require
 
 # Fields of any transformers config that settings of the run decide.
 OF_THE_LAUNCH = "leave it out; model.dtype and the mixed_precision of the launch decide it"
-SET_ELSEWHERE = {"dtype": OF_THE_LAUNCH, "torch_dtype": OF_THE_LAUNCH, "attn_implementation": "give model.attention"}
+SET_ELSEWHERE = {
+    "dtype": OF_THE_LAUNCH,
+    "torch_dtype": OF_THE_LAUNCH,
+    "attn_implementation": "give model.attention",
+    "router_aux_loss_coef": "give model.balance_loss",
+    "output_router_logits": "give model.balance_loss",
+}
 # The last three are of HunYuan and PhiMoE.
 ROPE_SETTINGS = {*RopeParameters.__annotations__, "type", "alpha", "short_mscale", "long_mscale"}
 # What transformers calls the biases by which routers choose experts.

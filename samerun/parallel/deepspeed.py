@@ -47,6 +47,7 @@ class DeepSpeed(Parallelism):
             "mixed_precision fp8": self.accelerator.mixed_precision == "fp8",
             "model.compile": self.config.model.compile != "none",
             "model.balance_experts": self.config.model.balance_experts > 0,
+            "model.balance_loss": self.config.model.balance_loss > 0,
             "batch.max_micro_batch_size: auto": self.config.batch.max_micro_batch_size == "auto",
             "offloading of the weights, or to NVMe": self.offloads_much(),
         }

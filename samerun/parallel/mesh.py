@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from samerun.config import Config
 from samerun.data.batches import MicroBatch, RowRanks, collate
 from samerun.errors import as_user_error, is_main_process, require
-from samerun.model.balance import ExpertBalance
+from samerun.model.balance import ExpertBalance, add_to_loss, add_to_states
 from samerun.model.build import vocabulary_size
 from samerun.model.checks import probe_batch, probe_row
 from samerun.model.loss import add_metrics, check_names, patched
@@ -66,7 +66,7 @@ class Parallelism:
         self.owed: list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]] = []
         self.counted_elsewhere: torch.nn.Parameter | None = None
         self.loss_scale = LossScale(accelerator.mixed_precision, layout.averages_over)
-        self.balance: ExpertBalance | None = None  # With model.balance_experts.
+        self.balance: ExpertBalance | None = None  # With model.balance_experts or balance_loss.
         self.names_of_metrics: dict[str, list[str]] = {}  # See sum_over_ranks().
 
     @property
@@ -93,9 +93,9 @@ class Parallelism:
         check_divisible(model, self.config, self.layout)
         check_layers_and_heads(self.layout, self.config, model.config)
         self.make_groups()
-        if self.config.model.balance_experts:
-            self.balance = ExpertBalance(model, self.config.model.balance_experts, self.accelerator.device)
-            self.loss_of = self.balance.counting(self.loss_of)
+        if self.config.model.balance_experts or self.config.model.balance_loss:
+            self.balance = ExpertBalance(model, self.config.model, self.accelerator.device)
+            self.loss_of = self.balance.counting(self.loss_of, add_to_loss)
         if self.layout.row_ranks > 1:
             self.try_out_parts(model)
         if self.config.batch.accumulation == "kept_weights":
@@ -160,7 +160,7 @@ class Parallelism:
             )
             if self.balance:
                 for chunk in self.pipeline.chunks.values():
-                    chunk.states_of = self.balance.counting(chunk.states_of)
+                    chunk.states_of = self.balance.counting(chunk.states_of, add_to_states(chunk))
         own = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         waiting = placeholders_on_meta(model)
         if layout.ep > 1:  # 2. The experts of this rank, before its matrices: a plan for tp may name them, too.
@@ -299,12 +299,20 @@ class Parallelism:
             self.balance.take_load(is_alone=self.layout.processes == 1)
 
     def balance_experts(self, guard: Guard) -> None:
-        """After an update, what model.balance_experts asks for."""
+        """After an update, what model.balance_experts and balance_loss ask for."""
         if self.balance:
             self.balance.update(is_skipped=guard.skipped_in_a_row > 0)
 
     def expert_metrics(self) -> dict[str, float]:
         return self.balance.metrics() if self.balance else {}
+
+    def expert_load(self) -> list[list[int]] | None:
+        """What a continued run must know of the steps before, with model.balance_loss: [layers, experts]."""
+        return self.balance.load_before.tolist() if self.balance and self.balance.weight else None
+
+    def continue_expert_load(self, load: list[list[int]] | None) -> None:
+        if self.balance and load:
+            self.balance.load_before = torch.tensor(load, device=self.accelerator.device)
 
     def metrics_of(self, model: torch.nn.Module, micro_batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
         """The metrics of token_loss(), summed over micro-batches of part_of()."""

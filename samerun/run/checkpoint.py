@@ -49,6 +49,7 @@ class Progress:
     # For SourceMetrics.
     source_sums: dict[str, float] | None = None
     source_targets: dict[str, NonNegativeInt] | None = None
+    expert_load: list[list[NonNegativeInt]] | None = None  # For model.balance_loss: [layers, experts].
     own: dict[str, Any] = field(default_factory=dict)  # What a fork wants to keep. JSON must be able to hold it.
 
     def add(self, counts: dict[str, int]) -> None:

@@ -128,6 +128,7 @@ def resume(
         say_if_sources_do_not_follow(setup, progress, manifest["config"], record["config"])
     if not setup.is_over(progress) or not setup.folder.is_finished(progress.step):
         load_checkpoint(path, setup.parallel, setup.wrapped, setup.optimizers)
+        setup.parallel.continue_expert_load(progress.expert_load)
         say(f"Continuing after step {progress.step:,} from {path}, on the schedule of {setup.max_steps:,} steps.")
     return progress
 

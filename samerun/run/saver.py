@@ -45,6 +45,7 @@ class Saver:
         if progress.step == 0:
             return
         self.setup.folder.check_is_held()
+        progress.expert_load = self.setup.parallel.expert_load()
         keep = self.setup.config.run.keep_checkpoints
         if progress.step == self.saved_step:
             known = {name: self.record[name] for name in ("evaluation", "evaluations")} | asdict(progress)

@@ -404,8 +404,16 @@ def balanced_experts(house: House) -> None:
     house.drop_statements("Parallelism.reduce_gradients", "balance")
     house.drop_definition("Parallelism.balance_experts")
     house.drop_definition("Parallelism.expert_metrics")
-    house.drop_element("DeepSpeed.check", "model.balance_experts")
-    house.drop_setting("model.balance_experts", 0.0)
+    house.drop_definition("Parallelism.expert_load")
+    house.drop_definition("Parallelism.continue_expert_load")
+    house.drop_statements("Saver.save", "expert_load")
+    house.drop_statements("resume", "continue_expert_load")
+    house.drop_field("Progress.expert_load")
+    for name in "balance_experts", "balance_loss":
+        house.drop_element("DeepSpeed.check", f"model.{name}")
+        house.drop_setting(f"model.{name}", 0.0)
+    for name in "router_aux_loss_coef", "output_router_logits":
+        house.drop_element("SET_ELSEWHERE", name)
 
 
 def pipeline_parallel(house: House) -> None:
