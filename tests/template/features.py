@@ -406,8 +406,6 @@ def balanced_experts(house: House) -> None:
     house.drop_definition("Parallelism.expert_metrics")
     house.drop_definition("Parallelism.expert_load")
     house.drop_definition("Parallelism.continue_expert_load")
-    house.drop_statements("Saver.save", "expert_load")
-    house.drop_statements("resume", "continue_expert_load")
     house.drop_field("Progress.expert_load")
     for name in "balance_experts", "balance_loss":
         house.drop_element("DeepSpeed.check", f"model.{name}")
