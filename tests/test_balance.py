@@ -144,7 +144,28 @@ def check(truth, kind: str, done: Done) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_plain_loop(truth, tmp_path, kind):
-    check(truth, kind, run(tmp_path, truth(kind)[0], "--batch.max_micro_batch_size", 3))
+    config, did, _ = truth(kind)
+    done = run(tmp_path, config, "--batch.max_micro_batch_size", 3)
+    check(truth, kind, done)
+    again = run(tmp_path, config, *resume_from(done, 4), "--run.output_dir", tmp_path / "again")
+    check_continued(again, did, 4)
+
+
+def test_an_adapter_learns_from_the_loss_of_the_routers(tmp_path):
+    """From the second step on: in the first one, all experts have equal shares. The routers themselves are frozen."""
+    config = tiny_config(tmp_path)
+    config["run"]["max_steps"] = 6
+    config["model"] = {
+        "pretrained": str(mixture(tmp_path / "model", "qwen3_moe")),
+        "lora": {"target_modules": ["q_proj"]},
+    }
+    norms = []
+    for weight in 0, 100:
+        folder = "--run.output_dir", tmp_path / str(weight)
+        norms.append(run(tmp_path, config, "--model.balance_loss", weight, *folder).logged("train/grad_norm"))
+    without, balanced = norms
+    assert balanced[0] == pytest.approx(without[0], rel=1e-3)
+    assert balanced[1] > 2 * without[1]
 
 
 RECOMPUTING, SELECTIVELY = (("--model.gradient_checkpointing", how) for how in ("true", "selective"))
