@@ -234,7 +234,8 @@ def test_a_skipped_step_moves_nothing(tmp_path):
 def test_refused(tmp_path, setting, message):
     config = tiny_config(tmp_path)
     config["model"][setting] = 0.001
-    assert f"error: model.{setting}: {message}; leave it out" in run(tmp_path, config, expect=2).output
+    for words in (), ("--plan", 1):
+        assert f"error: model.{setting}: {message}; leave it out" in run(tmp_path, config, *words, expect=2).output
 
 
 def test_refused_with_an_adapter(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from samerun.config import Model
 from samerun.errors import require
@@ -120,6 +120,13 @@ class ExpertBalance:
         """
         largest = (self.load.max(1).values / self.load.double().mean(1)).max().item()
         return {"train/expert_overload": None if math.isnan(largest) else largest - 1}
+
+
+def check_balance(found: PreTrainedConfig, config: Model) -> None:
+    """Raises UserError for a model that cannot be balanced in this way, before its weights exist."""
+    if config.balance_experts or config.balance_loss:
+        with torch.device("meta"):
+            layers_to_balance(AutoModelForCausalLM.from_config(found), config)
 
 
 def layers_to_balance(model: PreTrainedModel, config: Model) -> list[Layer]:

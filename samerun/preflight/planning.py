@@ -13,6 +13,7 @@ from samerun.config import Config
 from samerun.data.encode import number_of_ids
 from samerun.errors import UserError, as_user_error, require, say
 from samerun.model.architecture import model_config
+from samerun.model.balance import check_balance
 from samerun.model.tokenizer import load_tokenizer
 from samerun.parallel.layout import check_layers_and_heads
 from samerun.plan import check_length, plan_table, say_if_idle
@@ -47,6 +48,7 @@ def check_config(config: Config, launches: list[PlannedLaunch]) -> None:
         found = model_config(config, any_size)
         for launch in launches:
             check_layers_and_heads(launch.layout, config, found)
+        check_balance(found, config.model)
 
 
 def planned_model(config: Config) -> transformers.PreTrainedConfig:
