@@ -404,6 +404,7 @@ def balanced_experts(house: House) -> None:
     house.drop_statements("Parallelism.reduce_gradients", "balance")
     house.drop_definition("Parallelism.balance_experts")
     house.drop_definition("Parallelism.expert_metrics")
+    house.drop_definition("check_balance")
     house.drop_definition("Parallelism.expert_load")
     house.drop_definition("Parallelism.continue_expert_load")
     house.drop_field("Progress.expert_load")
