@@ -148,6 +148,7 @@ def test_damaged_fields_of_a_manifest(copy):
     expected = {(name, change) for name in KNOWN for change in ("None", "[]", "x", "-1")}
     expected |= {(name, "gone") for name in ("config", "step", "files")}  # The others may be newer than a checkpoint.
     expected |= {(f"source_{name}", change) for name in ("sums", "targets") for change in ("[]", "x", "-1")}
+    expected |= {("expert_load", change) for change in ("x", "-1")}
     may_be_lower = "best_loss", "lowest_loss", "evaluated_step", "evaluations_in_vain", "max_steps"
     usable = {("best_checkpoint", "x"), *((name, "-1") for name in may_be_lower)}
     assert passed_over == expected - usable
