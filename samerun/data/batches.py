@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,6 +161,12 @@ def padded_tokens(lengths: np.ndarray, joined: bool) -> int:
     if joined:
         return max(1, int(lengths.sum()))
     return max(1, len(lengths)) * int(lengths.max(initial=1))
+
+
+def targets_of(batch: Any) -> torch.Tensor | None:
+    """The tokens or classes that a micro-batch learns. That of a fork may have none, or others, as a regression has."""
+    targets = getattr(batch, "targets", None)
+    return targets if isinstance(targets, torch.Tensor) and not targets.is_floating_point() else None
 
 
 @dataclass(frozen=True)

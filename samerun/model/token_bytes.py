@@ -1,5 +1,6 @@
 """How many bytes each token stands for, which bits per byte need."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 import transformers
 
 from samerun.config import Data
-from samerun.data.batches import MicroBatch
+from samerun.data.batches import MicroBatch, targets_of
 from samerun.data.encode import number_of_ids
 
 
@@ -24,7 +25,10 @@ class TokenBytes:
     opens: torch.Tensor
 
     def count(self, batch: MicroBatch) -> torch.Tensor:
-        """The bytes of all target tokens of a micro-batch."""
+        """The bytes of all target tokens of a micro-batch, NaN for one of a fork that has no target for each token."""
+        targets = targets_of(batch)
+        if targets is None or getattr(batch, "input_ids", targets[:0]).shape != targets.shape:
+            return self.inside.new_tensor(math.nan)
         is_target = batch.targets != -100
         targets, before = batch.targets[is_target], batch.input_ids[is_target]
         return torch.where(self.opens[before], self.first[targets], self.inside[targets]).sum()

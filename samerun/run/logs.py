@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from samerun.data.batches import collate, targets_of
 from samerun.data.mixture import Mixture
 from samerun.errors import one_line, say
 from samerun.plan import plan_table
@@ -154,13 +155,6 @@ def show_seconds(summary: dict[str, float | None]) -> None:
 def announce(setup: Setup, launch: dict[str, str]) -> None:
     """Print what one wants to check before a long run."""
     length = setup.config.data.sequence_length
-    first_rows = setup.train_data.rows_at(0, setup.stages[0].plan.global_batch_size)
-    _, targets_of_rows = setup.train_data.sizes(first_rows)
-    rows = setup.train_data.read_rows(first_rows[[targets_of_rows.argmax()]])
-    targets = setup.collate(rows, torch.device("cpu"), setup.joined).targets.flatten()
-    example = targets[targets >= 0][:120].tolist()
-    if setup.tokenizer:
-        example = setup.tokenizer.decode(example)
     say(plan_table(setup.stages, setup.config.model.pipeline_ranks))
     say(f"Launch: {', '.join(f'{name} {value}' for name, value in launch.items())}")
     fill = setup.train_data.tokens / len(setup.train_data) / length
@@ -178,11 +172,25 @@ def announce(setup: Setup, launch: dict[str, str]) -> None:
     say(f"Model: {setup.num_parameters:,} parameters{only}, {flops}")
     if setup.config.model.lora is not None and not setup.config.model.pretrained:
         say("model.lora adapts random weights, which model/ will not hold; --export last --merge writes them, too.")
-    say(f"The loss covers, for example: {example!r}")
+    say_example(setup)
     if setup.config.eval.follow or len(setup.eval_data) > 1:
         sizes = [f"{name} ({len(setup.eval_rows(data)):,} rows)" for name, data in setup.eval_data.items()]
         say(f"Evaluations: {', '.join(sizes)}; eval/loss is that of {setup.followed()}")
-    if not setup.tokenizer:
+    if not setup.tokenizer and setup.collate is collate:
         say("There is no tokenizer to export with the model: data.tokenizer can name the one that made the tokens.")
     if setup.is_random:
         say(CHANCE)
+
+
+def say_example(setup: Setup) -> None:
+    """Print what is learned of the first step's row with the most targets, unless a fork's batch has none."""
+    first_rows = setup.train_data.rows_at(0, setup.stages[0].plan.global_batch_size)
+    _, counts = setup.train_data.sizes(first_rows)
+    rows = setup.train_data.read_rows(first_rows[[counts.argmax()]])
+    targets = targets_of(setup.collate(rows, torch.device("cpu"), setup.joined))
+    if targets is None:
+        return
+    example = targets[targets >= 0][:120].tolist()
+    if setup.tokenizer:
+        example = setup.tokenizer.decode(example)
+    say(f"The loss covers, for example: {example!r}")

@@ -15,7 +15,7 @@ from accelerate.utils import memory
 from torch.utils._pytree import tree_leaves
 
 from samerun.config import Config, rows_per_block
-from samerun.data.batches import MicroBatch, StepBatch, collate, load_step
+from samerun.data.batches import MicroBatch, StepBatch, collate, load_step, targets_of
 from samerun.data.mixture import Mixture
 from samerun.data.rows import Dataset, check_token_ids, longest_row
 from samerun.dotted import eval_setting
@@ -296,8 +296,8 @@ def check_own_sizes(setup: Setup) -> None:
     data = setup.train_data
     rows = data.rows_at(0, 2)
     batch, counted = setup.collate(data.read_rows(rows), setup.accelerator.device, setup.joined), data.sizes(rows)[1]
-    targets = getattr(batch, "targets", None)
-    if isinstance(targets, torch.Tensor) and not targets.is_floating_point():
+    targets = targets_of(batch)
+    if targets is not None:
         found = int((targets != -100).sum())
         if found != counted.sum():
             say(f"Two rows have {found} targets, but sizes() counts {counted.sum()}, by which the loss is divided.")

@@ -22,8 +22,6 @@ WITHOUT_TEXT = [
     ("    tokenizer = load_tokenizer(config.data, config.model)\n", ""),
     ("load_data(config.data, tokenizer, config.run.seed)", "{load}(config.data, config.run.seed)"),
     ("tokenizer=tokenizer,", "tokenizer=None,"),
-    ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
-    ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
 ]
 WITH_TEXT = [
     ("tokenizer = load_tokenizer(config.data, config.model)", "processor = {processor}(config.model)"),
@@ -138,17 +136,8 @@ GRPO: Edits = {
         ),
         ("is_random=is_random", "is_random=False"),
         ("config.data.packing, chunked, parallel", "config.data.packing, False, parallel"),
-        (
-            "    counts_bytes = tokenizer and eval_data  # For bits per byte.\n"
-            "    token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)"
-            " if counts_bytes else None\n",
-            "",
-        ),
         ("collate=collate,", "collate=collate_prompts,"),
-        ("token_bytes=token_bytes,", "token_bytes=None,"),
         ("    check_vocabulary(setup)\n", ""),
-        ("    announce(setup, launch)\n", "    say(plan_table(setup.stages))\n"),
-        ("import Plan, Stage, pipeline_bubble", "import Plan, Stage, pipeline_bubble, plan_table"),
         ("    own: Own = Own()\n", "    own: Own = Own()\n    sampling: Sampling = Sampling()\n"),
         (
             "functools.partial(compute_loss, token_loss=token_loss)",

@@ -81,6 +81,7 @@ def check(done: Done, task, diffusion) -> None:
     did.check(done)
     assert done.logged("train/target_tokens") == [640 * step for step in range(1, 21)]
     assert done.logged("eval/loss")[-1] == pytest.approx(did.eval_losses[20], rel=1e-5)
+    assert not done.logged("eval/perplexity") and "tokenizer" not in done.output  # Neither says anything of images.
     # Nothing is missing in the file, or left over.
     exported = diffusion.Denoiser.from_pretrained(done.folder / "model")
     assert difference(exported.state_dict(), done.weights) == 0

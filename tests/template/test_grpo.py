@@ -84,6 +84,9 @@ def check(done: Done, task) -> None:
     assert done.logged("train/target_tokens") == [10 * ANSWERS * NEW_TOKENS * step for step in range(1, STEPS + 1)]
     rewards = done.logged("train/reward") + done.logged("eval/reward")
     assert rewards == pytest.approx(did.model.rewards, rel=1e-5)
+    # What is told of tokens comes only for batches with targets.
+    assert not done.logged("eval/perplexity") + done.logged("eval/bits_per_byte")
+    assert "\nModel: " in done.output and "The loss covers" not in done.output
 
 
 def test_it_takes_few_lines(task):
