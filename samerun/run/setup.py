@@ -415,7 +415,11 @@ def check_vocabulary(setup: Setup) -> None:
 
 
 def largest_micro_batch(
-    parallel: Parallelism, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], forward_backward: Callable
+    parallel: Parallelism,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    forward_backward: Callable,
+    data: Dataset,
 ) -> int:
     """The most rows for which all ranks have memory. Each try is a tenth smaller than the one before.
 
@@ -426,6 +430,8 @@ def largest_micro_batch(
     others wait for it forever.
     """
     config, accelerator = parallel.config, parallel.accelerator
+    of_text = hasattr(data, "index")  # Rows of text are what is tried.
+    require(of_text, "batch.max_micro_batch_size: auto is for rows of text only; give a number")
     joined = joins_documents(model)
     row = longest_row(config.data, joined)
     most = math.ceil(max(rows for _, rows in config.batch_stages()) / parallel.layout.data_parallel_size)

@@ -59,11 +59,6 @@ def of_task(
         ("config.data.packing, chunked, parallel", "config.data.packing, False, parallel"),
         ("    vocabulary = vocabulary_size(model)  # Read before the ranks divide the weights.\n", ""),
         (
-            '    if limit == "auto":\n'
-            "        limit = largest_micro_batch(parallel, model, optimizers, forward_backward)\n",
-            "",
-        ),
-        (
             "    counts_bytes = tokenizer and eval_data  # For bits per byte.\n"
             "    token_bytes = measure_tokens(config.data, tokenizer, vocabulary, accelerator.device)"
             " if counts_bytes else None\n",

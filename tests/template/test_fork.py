@@ -347,7 +347,7 @@ def test_auto_is_refused(task, tmp_path):
     script, config, *_ = task
     settings = "--batch.max_micro_batch_size", "auto"
     done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True, expect=2)
-    assert "error: batch.max_micro_batch_size: auto is for causal models only; give a number" in done.output
+    assert "error: batch.max_micro_batch_size: auto is for rows of text only; give a number" in done.output
 
 
 def test_adapters_that_nobody_adds_are_refused(task, tmp_path):

@@ -95,6 +95,14 @@ def test_it_takes_few_lines(task):
     assert 8 < len(new) <= 20, "\n".join(new)
 
 
+def test_auto_is_refused(task, tmp_path):
+    """It would try rows of text."""
+    script, config, _ = task
+    settings = "--batch.max_micro_batch_size", "auto"
+    done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True, expect=2)
+    assert "error: batch.max_micro_batch_size: auto is for rows of text only; give a number" in done.output
+
+
 def test_in_the_shards_of_two(task, tmp_path):
     script, config, _ = task
     script = ROOT / "tests" / "wrapper_cpu_as_gpu.py", script
