@@ -719,6 +719,11 @@ def test_memory_of_ddp():
     assert sum(alone.values()) < sum(memory_of(2, one).values())
 
 
+def test_a_fork_without_the_search_is_told_to_give_a_number():
+    with pytest.raises(UserError, match="auto is for rows of text only; give a number"):
+        train.plan_batch(8, "auto", 1, 32)
+
+
 def test_memory_of_the_largest_micro_batch():
     """It may be that of a stage of batch.warmup, here 5 rows before 4 times 4."""
     plan = planned(memory_config({"max_micro_batch_size": 5, "warmup": [{"steps": 1, "rows": 5}]}), 1).plan

@@ -292,10 +292,13 @@ def is_zero(setup: Setup) -> bool:
 
 
 def check_own_sizes(setup: Setup) -> None:
-    """Say if the first two rows have another number of `targets` than sizes() counts."""
-    data = setup.train_data
+    """Say if sizes() of the first two rows is more tokens than a row may have, or not the number of their `targets`."""
+    data, limit = setup.train_data, setup.config.data.sequence_length
     rows = data.rows_at(0, 2)
-    batch, counted = setup.collate(data.read_rows(rows), setup.accelerator.device, setup.joined), data.sizes(rows)[1]
+    lengths, counted = data.sizes(rows)
+    if lengths.max() > limit:
+        say(f"A row has {lengths.max()} tokens by sizes(), but tokens_per_step counts data.sequence_length, {limit}.")
+    batch = setup.collate(data.read_rows(rows), setup.accelerator.device, setup.joined)
     targets = targets_of(batch)
     if targets is not None:
         found = int((targets != -100).sum())

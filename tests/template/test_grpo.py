@@ -86,7 +86,7 @@ def check(done: Done, task) -> None:
     assert rewards == pytest.approx(did.model.rewards, rel=1e-5)
     # What is told of tokens comes only for batches with targets.
     assert not done.logged("eval/perplexity") + done.logged("eval/bits_per_byte")
-    assert "\nModel: " in done.output and "The loss covers" not in done.output
+    assert "by sizes()" not in done.output and "\nModel: " in done.output and "The loss covers" not in done.output
 
 
 def test_it_takes_few_lines(task):
@@ -101,6 +101,13 @@ def test_auto_is_refused(task, tmp_path):
     settings = "--batch.max_micro_batch_size", "auto"
     done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True, expect=2)
     assert "error: batch.max_micro_batch_size: auto is for rows of text only; give a number" in done.output
+
+
+def test_rows_longer_than_the_plan_counts_are_told(task, tmp_path):
+    script, config, _ = task
+    settings = "--data.sequence_length", ANSWERS * NEW_TOKENS - 1, "--run.max_steps", 1, "--optim.warmup_steps", 0
+    done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True)
+    assert "A row has 30 tokens by sizes(), but tokens_per_step counts data.sequence_length, 29." in done.output
 
 
 def test_in_the_shards_of_two(task, tmp_path):
