@@ -4,8 +4,8 @@ If each process drew its own noise, a run would depend on their number. Here a r
 stream of images. The image, its time and its noise are functions of the seed and of that place, so a run is the same on
 any number of processes and after a restart, with the same numpy. An evaluation has the same draws each time.
 
-Tokens per step and per second, MFU and data.sequence_length are about pixels. The loss is no cross-entropy, so its
-perplexity says nothing. The rows of a step that is not finite are places, too.
+Tokens per step and per second, MFU and data.sequence_length are about pixels. The rows of a step that is not finite are
+places, too.
 """
 
 import math

@@ -9,7 +9,8 @@ drawn for them are functions of the seed and of that place, and a step's micro-b
 run is the same on any number of processes, up to rounding: where rounding decides a token, runs on other process counts
 part, but a run that is continued on the same count does not. An evaluation has the same draws each time.
 
-A target is a token of an answer. The loss is no cross-entropy, so its perplexity says nothing.
+A target is a token of an answer. All answers are equally long: none may end early, which the loss does not know. Its
+value says little: for run.keep_best and run.patience, give `-metrics["eval/reward"]` to both calls in evaluate_step().
 """
 
 import zlib
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from pydantic import Field
 
 from samerun.config import Data, Section, Source
 from samerun.data.batches import collate
@@ -33,8 +35,8 @@ from samerun.model.outline import unwrapped
 
 
 class Sampling(Section):
-    answers: int = 8
-    """Answers to each prompt."""
+    answers: int = Field(8, ge=2)
+    """Answers to each prompt. An answer is compared with the others."""
     new_tokens: int = 8
     """Tokens of an answer."""
 
@@ -131,7 +133,8 @@ def answer(model: transformers.PreTrainedModel, batch: PromptBatch, sampling: Sa
             attention_mask=mask,
             use_cache=True,
             synced_gpus=dist.is_initialized(),  # Sharded weights need all ranks.
-            do_sample=False,
+            do_sample=False,  # Chance draws.
+            repetition_penalty=1.0,  # Whatever the model's own generation_config.json says: the loss has none.
             logits_processor=[Chance(batch.prompts, sampling.answers)],
             max_new_tokens=sampling.new_tokens,
             min_new_tokens=sampling.new_tokens,

@@ -1,6 +1,7 @@
 """A fork for reinforcement learning: the same answers are drawn, rewarded and learned on any number of processes."""
 
 import difflib
+import json
 import math
 import shutil
 import string
@@ -65,6 +66,8 @@ def task(tmp_path_factory):
     config["batch"]["max_micro_batch_size"] = 3
     config["data"] = {"path": str(folder / "prompts"), "tokenizer": "bytes", "sequence_length": 32}
     config["data"]["eval_source"] = {"path": str(folder / "held-out")}
+    file = folder / "text" / "start" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.5}))  # Answers heed none.
     config["sampling"] = {"answers": ANSWERS, "new_tokens": NEW_TOKENS}
     order = shuffled(SEED, PROMPTS, 10 * STEPS)
     did = train_reference(
@@ -108,6 +111,12 @@ def test_rows_longer_than_the_plan_counts_are_told(task, tmp_path):
     settings = "--data.sequence_length", ANSWERS * NEW_TOKENS - 1, "--run.max_steps", 1, "--optim.warmup_steps", 0
     done = launch(tmp_path, config, *settings, script=script, processes=None, warm=True)
     assert "A row has 30 tokens by sizes(), but tokens_per_step counts data.sequence_length, 29." in done.output
+
+
+def test_a_single_answer_is_refused(task, tmp_path):
+    script, config, _ = task
+    done = launch(tmp_path, config, "--sampling.answers", 1, script=script, processes=None, warm=True, expect=2)
+    assert "sampling.answers: Input should be greater than or equal to 2, not 1" in done.output
 
 
 def test_in_the_shards_of_two(task, tmp_path):
