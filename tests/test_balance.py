@@ -4,6 +4,7 @@ processes."""
 from functools import cache, partialmethod
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -254,3 +255,18 @@ def test_experts_in_a_list_are_refused():
     block.config = transformers.LlamaConfig()
     with pytest.raises(UserError, match="the experts of this llama are a list, and nothing counts the tokens of each"):
         ExpertBalance(block, Model(balance_experts=AMOUNT), torch.device("cpu"))
+
+
+def test_experts_that_compute_nothing_are_counted():
+    """LongCat's routers choose among 8 experts and 2 that return what they are given."""
+    shape = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 64}
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 16}
+    kind = transformers.AutoConfig.for_model("longcat_flash", **shape, **heads, **experts, head_dim=8, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(kind)
+    balance = ExpertBalance(model, Model(balance_experts=AMOUNT), torch.device("cpu"))
+    passed = balance.counting(lambda model, batch: model(input_ids=batch.targets), add=None)
+    passed(model, SimpleNamespace(targets=torch.randint(0, 64, (2, 6))))
+    balance.take_load(is_alone=True)
+    assert balance.load.shape == (2, 10)
+    assert balance.load.sum(1).tolist() == [24, 24]

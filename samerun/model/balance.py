@@ -42,6 +42,10 @@ class Layer:
     def get_bias(self) -> torch.Tensor:
         return self.owner_of_bias.get_buffer(self.bias)
 
+    def number_of_experts(self) -> int:
+        """LongCat's routers also choose experts that compute nothing."""
+        return self.get_bias().numel() if self.bias else self.experts.num_experts
+
 
 class ExpertBalance:
     """The tokens that each expert of each layer of a model gets in a step, and what follows from them."""
@@ -51,7 +55,7 @@ class ExpertBalance:
         self.layers = layers_to_balance(model, config)
         for layer in self.layers:
             experts = layer.experts
-            experts.tokens_of_experts = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+            experts.tokens_of_experts = torch.zeros(layer.number_of_experts(), dtype=torch.int64, device=device)
             experts.is_target = experts.logits = None
             experts.register_forward_pre_hook(count_tokens)
             if self.weight:
