@@ -152,13 +152,15 @@ def test_equals_the_plain_loop(truth, tmp_path, kind):
     check_continued(again, did, 4)
 
 
-def test_an_adapter_learns_from_the_loss_of_the_routers(tmp_path):
-    """From the second step on: in the first one, all experts have equal shares. The routers themselves are frozen."""
+@pytest.mark.parametrize("targets", [["q_proj"], "all-linear"], ids=str)
+def test_an_adapter_learns_from_the_loss_of_the_routers(tmp_path, targets):
+    """From the second step on: in the first one, all experts have equal shares. The routers themselves are frozen, or
+    have adapters, too."""
     config = tiny_config(tmp_path)
     config["run"]["max_steps"] = 6
     config["model"] = {
         "pretrained": str(mixture(tmp_path / "model", "qwen3_moe")),
-        "lora": {"target_modules": ["q_proj"]},
+        "lora": {"target_modules": targets},
     }
     norms = []
     for weight in 0, 100:

@@ -163,11 +163,18 @@ def mixture_layers(model: PreTrainedModel) -> list[Layer]:
     for block in model.modules():
         experts = getattr(block, "experts", None)
         if isinstance(experts, torch.nn.Module):
-            router = next((child for child in block.children() if type(child) in routers), None)
-            biases = [(owner, name) for owner in (block, *block.children()) for name in ROUTER_BIASES]
+            children = [below_adapters(child) for child in block.children()]
+            router = next((child for child in children if type(child) in routers), None)
+            biases = [(owner, name) for owner in (block, *children) for name in ROUTER_BIASES]
             biases = [(owner, name) for owner, name in biases if name in owner._buffers]
-            found.append(Layer(experts, router, *(biases or [(None, "")])[0]))
+            found.append(Layer(below_adapters(experts), router, *(biases or [(None, "")])[0]))
     return found
+
+
+def below_adapters(module: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 def count_tokens(experts: torch.nn.Module, args: tuple) -> None:
