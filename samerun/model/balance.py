@@ -130,7 +130,8 @@ def check_balance(found: PreTrainedConfig, config: Model) -> None:
     """Raises UserError for a model that cannot be balanced in this way, before its weights exist."""
     if config.balance_experts or config.balance_loss:
         with torch.device("meta"):
-            layers_to_balance(AutoModelForCausalLM.from_config(found), config)
+            model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+        layers_to_balance(model, config)
 
 
 def layers_to_balance(model: PreTrainedModel, config: Model) -> list[Layer]:
