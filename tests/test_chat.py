@@ -362,6 +362,18 @@ def test_a_turn_that_a_template_does_not_write(made, tmp_path, number, role):
         made([row], chat_template=str(tmp_path / "template"))
 
 
+@pytest.mark.parametrize("others", [["It is 30."], ["30", "30"]])
+def test_a_turn_that_a_template_does_not_write_and_others_say(made, tmp_path, others):
+    (tmp_path / "template").write_text(
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    row = chat(*(("assistant", said) for said in others[1:]), ("tool", "30"), ("assistant", others[0]))
+    with pytest.raises(
+        UserError, match=f"does not write message {len(others) - 1}, counted from 0, whose role is 'tool'"
+    ):
+        made([row], chat_template=str(tmp_path / "template"))
+
+
 @pytest.mark.parametrize("template", ["llama3_1.jinja", "gptoss_training.jinja"])
 def test_what_is_said_beside_a_call(made, template):
     """These templates write the call alone, at least once a later turn has the answer."""
@@ -379,6 +391,23 @@ def test_a_prompt_that_is_written_with_its_completion(made, tmp_path):
     first, *others = chat(("system", "s"), ("user", "a"), ("assistant", "b"))["messages"]
     [pieces] = made([{"prompt": [first], "completion": others}], chat_template=str(tmp_path / "template"))
     assert "".join(pieces).startswith("s user: aassistant: b")
+
+
+def test_tools_of_a_prompt_and_a_completion(made):
+    row = with_call(ARGUMENTS, [WEATHER])
+    *prompt, answer = row["messages"]
+    [whole] = made([row], chat_template=CHATML)
+    [pair] = made([{"prompt": prompt, "completion": [answer], "tools": row["tools"]}], chat_template=CHATML)
+    assert pair == ["".join(whole[:3]), *whole[3:]] and "weather" in pair[0]
+
+
+def test_a_template_does_not_see_the_weights(made, tmp_path):
+    (tmp_path / "template").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{{ m | length }}{% endgeneration %}{% endfor %}"
+    )
+    prompt, completion = (chat((role, role[0], {"weight": 1}))["messages"] for role in ("user", "assistant"))
+    [pieces] = made([{"prompt": prompt, "completion": completion}], chat_template=str(tmp_path / "template"))
+    assert pieces == ["u2", "a2"]
 
 
 def test_a_prompt_without_messages(made):

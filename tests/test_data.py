@@ -23,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from samerun.config import Config, Data, Model, Source
 from samerun.data import sources, text_files
 from samerun.data.batches import Prefetcher, StepBatch
+from samerun.data.chat import tokenize_conversation
 from samerun.data.documents import load_documents
 from samerun.data.encode import Encoder
 from samerun.data.load import load_data
@@ -208,6 +209,19 @@ def test_tokens_that_reach_over_the_end_of_a_prompt():
     row = tokenize_text({"prompt": ["ab"], "completion": ["cd"]}, ["prompt", "completion"], Encoder(tokenizer))
     a, bc, d, end = row["input_ids"][0]
     assert row["labels"] == [[-100, bc, d, end]] and (a, d, end) == (100, 103, 1)
+
+
+def test_tokens_that_reach_over_the_begin_of_what_the_assistant_says(tmp_path):
+    """They are learned, also where a prompt ends in front of them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, None))
+    tokenizer.add_tokens(["bc"])
+    tokenizer.chat_template = "{% for m in messages %}"
+    tokenizer.chat_template += "{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    tokenizer.chat_template += "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    for parts in [turns], [turns[:1], turns[1:]]:
+        (a, bc, d), labels = tokenize_conversation(parts, None, Encoder(tokenizer), "all")
+        assert labels == [-100, bc, d] and (a, d) == (97, 100)
 
 
 @pytest.mark.parametrize(

@@ -503,8 +503,9 @@ def test_sources_in_another_order_are_another_order_of_rows(tmp_path):
     sources = config["data"]["sources"]
     forwards, backwards = (json.dumps({name: sources[name] for name in names}) for names in (SIZES, [*SIZES][::-1]))
     run(tmp_path, config, "--data.sources", forwards, "--run.max_steps", 5)
-    allowed = "--run.allow_changes", "[data fingerprint]"
-    done = run(tmp_path, config, "--data.sources", backwards, *allowed, "--run.max_steps", 6)
+    more = "--data.sources", backwards, "--run.max_steps", 6
+    assert "--run.allow_changes '[data fingerprint]'" in run(tmp_path, config, *more, expect=2).output
+    done = run(tmp_path, config, *more, "--run.allow_changes", "[data fingerprint]")
     assert "Earlier steps had other rows, or another order. The run goes on 50 rows" in done.output
 
 

@@ -110,13 +110,16 @@ def check_written(text: str, turns: list[dict[str, Any]], encoder: Encoder, tool
 
 def unwritten_message(text: str, turns: list[dict[str, Any]], encoder: Encoder, tools: list[dict] | None) -> list[str]:
     """The first message whose content the template leaves out, if any. Of one that calls a tool, many write no more."""
-    end = 0
-    for number, turn in enumerate(turns):
-        said = (turn.get("content") or "").strip()
+    contents, end = [(turn.get("content") or "").strip() for turn in turns], 0
+    for turn, said in zip(turns, contents):
         begin = text.find(said, end)
-        end = begin + len(said) if begin >= 0 else end
-        is_found = begin >= 0 and turn["role"] in ROLES.values()  # Then it need not be rendered again.
-        if not said or is_found or any(turn.get(name) for name in INSTEAD_OF_CONTENT):
+        if begin < 0 or turn["role"] not in ROLES.values():
+            break  # Perhaps one before it is left out, and was found in what this one says.
+        end = begin + len(said)
+    else:  # Then they need not be rendered again.
+        return []
+    for number, (turn, said) in enumerate(zip(turns, contents)):
+        if not said or any(turn.get(name) for name in INSTEAD_OF_CONTENT):
             continue
         if rendered([*turns[:number], turn | {"content": f".{said}."}, *turns[number + 1 :]], encoder, tools) == text:
             return [f"message {number}, counted from 0, whose role is {turn['role']!r}"]
