@@ -161,6 +161,14 @@ def test_a_template_that_writes_a_turn_in_another_way_if_more_follows(made):
         made([chat(*TALK[:2]), chat(*TALK)], chat_template=own)
 
 
+def test_words_before_an_answer_that_a_template_does_not_write_there(made, tmp_path):
+    """Then they do not tell where the answer begins."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (tmp_path / "template").write_text(template + "{% if add_generation_prompt %}assistant: <think>{% endif %}")
+    with pytest.raises(UserError, match="row 0, counted from 0: the chat template has no generation blocks"):
+        made([chat(*TALK[:2])], chat_template=str(tmp_path / "template"))
+
+
 # Which turns are learned ----------------------------------------------------------------------------------------------
 
 LEFT_OUT = {"train": {"train": False}, "weight": {"weight": 0}, "either": {"train": False, "weight": 1}}
@@ -180,6 +188,8 @@ def test_turns_that_are_left_out(made, template, key):
         **template,
     )
     assert first_only == ["".join(whole[:3]), *whole[3:]] and nothing == ["".join(nothing)]
+    whole_pair, second_only = made([chat(*talk[:2], TALK[3]) for talk in (TALK, marked)], **template)  # Says it twice.
+    assert second_only == ["".join(whole_pair[:3]), *whole_pair[3:]] and len(whole_pair) >= 4
     without_last = [*TALK[:3], (*TALK[3], LEFT_OUT[key])]
     chats = [chat(*TALK), chat(*TALK[:3]), chat(*marked[:3]), chat(*without_last)]
     last = made(chats, train_on="last", **template)
@@ -212,7 +222,7 @@ def with_call(arguments, tools) -> dict:
 
 WAYS = {  # In which data sets have tools, and the arguments of a call.
     "lists and mappings": (ARGUMENTS, [WEATHER, TIME]),
-    "JSON in a text": (json.dumps(ARGUMENTS), json.dumps([WEATHER, TIME])),
+    "JSON in a text": ("\n" + json.dumps(ARGUMENTS), "\n" + json.dumps([WEATHER, TIME])),
     "a list of JSON": (json.dumps(ARGUMENTS), [json.dumps(WEATHER), json.dumps(TIME)]),
 }
 
@@ -321,9 +331,10 @@ def test_an_assistant_that_neither_speaks_nor_calls(made):
     row = chat(("user", "a"), ("assistant", None, {"tool_calls": [], "reasoning_content": ""}))
     with pytest.raises(UserError, match="a message has role, tool_calls, reasoning_content, and no content"):
         made([row], "qwen3.jinja")
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "text": "b"}]}
-    with pytest.raises(UserError, match="a message has role, text, and no content"):
-        made([row], chat_template=CHATML)
+    for role, other in ("assistant", "text"), ("user", "reasoning"):
+        row = {"messages": [{"role": "user", "content": "a"}, {"role": role, other: "b"}]}
+        with pytest.raises(UserError, match=f"a message has role, {other}, and no content"):
+            made([row], chat_template=CHATML)
 
 
 @pytest.mark.parametrize("is_called", [False, True])
@@ -368,9 +379,8 @@ def test_a_turn_that_a_template_does_not_write_and_others_say(made, tmp_path, ot
         "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
     )
     row = chat(*(("assistant", said) for said in others[1:]), ("tool", "30"), ("assistant", others[0]))
-    with pytest.raises(
-        UserError, match=f"does not write message {len(others) - 1}, counted from 0, whose role is 'tool'"
-    ):
+    refusal = f"does not write message {len(others) - 1}, counted from 0, whose role is 'tool'"
+    with pytest.raises(UserError, match=refusal):
         made([row], chat_template=str(tmp_path / "template"))
 
 
